@@ -1,6 +1,6 @@
 """The number and the seed of the examples of property tests.
 
-A plain run uses the same examples every time: their seed is 0. A soak run uses many times as many examples, from a
+A plain run uses half of the examples, the same every time: their seed is 0. A soak run uses many times as many, from a
 random seed that it prints. A failing example is stored in ``.hypothesis/examples``, and every later run of either kind
 on the same checkout tries it first until it passes.
 """
@@ -15,7 +15,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from integration.support.seeds import SEED, SOAK, seeds, soak_seeds, soaking
 
-__all__ = ["allow_time", "examples", "header_lines", "load", "machine", "tell_how_to_repeat"]
+__all__ = ["allow_time", "examples", "header_lines", "load", "machine", "scaled", "tell_how_to_repeat"]
 
 _TIMEOUT = 120  # seconds for a property with the number of examples of a plain run
 FOUND = Path(__file__).parent.parent / ".hypothesis" / "examples"
@@ -30,7 +30,7 @@ def load(config: pytest.Config) -> None:
     settings.register_profile(
         "any machine",
         settings.get_profile("default"),  # not the profile that hypothesis uses if CI is set
-        max_examples=50 * soak_seeds(),
+        max_examples=scaled(50),
         derandomize=False,
         database=DirectoryBasedExampleDatabase(FOUND),
         deadline=None,
@@ -42,14 +42,19 @@ def load(config: pytest.Config) -> None:
         config.option.hypothesis_seed = str(seeds()[0])
 
 
+def scaled(count: int) -> int:
+    """Return the number of examples in this run, of those of one seed of a soak run."""
+    return count * soak_seeds() if soaking() else count // 2
+
+
 def examples(count: int) -> settings:
     """Return the settings of a property."""
-    return settings(max_examples=count * soak_seeds())
+    return settings(max_examples=scaled(count))
 
 
 def machine(examples: int, *, steps: int) -> settings:
     """Return the settings of a state machine."""
-    return settings(max_examples=examples * soak_seeds(), stateful_step_count=steps)
+    return settings(max_examples=scaled(examples), stateful_step_count=steps)
 
 
 def allow_time(items: list[pytest.Item]) -> None:

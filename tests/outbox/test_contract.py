@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, delete
 
-from integration.support.seeds import soak_seeds
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_table, sqlite, sqlite_relay
 from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
+from tests.properties import scaled
 
 
 class Clock:
@@ -39,7 +39,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 class TestFile(OutboxContract):
     @pytest.fixture
     def examples(self) -> int:
-        return 40 * soak_seeds()
+        return scaled(40)
 
     @pytest.fixture
     def subject(self, tmp_path: Path, clock: Clock) -> Iterator[OutboxUnderTest]:
@@ -57,7 +57,7 @@ class TestFile(OutboxContract):
 class TestTable(OutboxContract):
     @pytest.fixture
     def examples(self) -> int:
-        return 12 * soak_seeds()
+        return scaled(12)
 
     @pytest.fixture
     def subject(self, tmp_path: Path, clock: Clock) -> Iterator[OutboxUnderTest]:

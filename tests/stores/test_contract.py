@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from integration.support.seeds import soak_seeds
 from reliable_mq.stores import Claim, ClaimStatus
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.testing import store_contract
 from reliable_mq.testing.store_contract import StoreCall, StoreContract, explain
+from tests.properties import scaled
 from tests.stores import subjects
 from tests.stores.subjects import Subject
 
@@ -32,7 +32,7 @@ def subject(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Subject]
 class TestStores(StoreContract):
     @pytest.fixture
     def examples(self, request: pytest.FixtureRequest) -> int:
-        return {"memory": 80, "sqlite": 25}.get(request.node.callspec.params["subject"], 10) * soak_seeds()
+        return scaled({"memory": 80, "sqlite": 25}.get(request.node.callspec.params["subject"], 10))
 
 
 def test_a_store_that_hangs_does_not_keep_pytest_from_ending(monkeypatch: pytest.MonkeyPatch) -> None:
