@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Final
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "reliable_mq"
@@ -61,11 +59,13 @@ def modules_that_use(names: set[str]) -> set[str]:
     return {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if not names.isdisjoint(_used(path))}
 
 
-def _used(path: Path) -> Iterator[str | None]:
+@cache
+def _used(path: Path) -> frozenset[str | None]:
+    names: set[str | None] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
-        for name in used:
-            yield name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", None)
+        names |= {name.attr if isinstance(name, ast.Attribute) else getattr(name, "id", None) for name in used}
+    return frozenset(names)
 
 
 def test_threads_start_where_they_are_known_to() -> None:
