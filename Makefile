@@ -57,9 +57,9 @@ test-unit:  ## run the tests that need no broker, and check the coverage of the 
 test-core: venv
 	$(PYTEST) tests/core tests/codec -m traced -n auto --cov=reliable_mq.core --cov=reliable_mq.codec --cov-report=term-missing --cov-fail-under=100 $(ARGS)
 
-# Ten at a time, because most of these tests wait for a timeout and need little CPU time.
+# Six at a time, because many of these tests wait for a timeout. Each process needs ten seconds to collect all tests.
 test-rest: compiled
-	$(PYTEST) tests -m "not traced" -n 10 --dist worksteal $(ARGS)
+	$(PYTEST) tests -m "not traced" -n 6 --dist worksteal $(ARGS)
 
 # Each process collects all tests, so more than three processes take longer.
 test-fast: compiled  ## run most tests that need no broker (under a minute)
