@@ -19,7 +19,7 @@ import pytest
 
 from integration.support.seeds import soaking
 from tests import properties, reports
-from tests.collecting import pytest_collection, pytest_runtest_teardown
+from tests.collecting import pytest_collection
 from tests.log_records import records_can_be_formatted
 from tests.new_queues import treat_new_queues_as_old
 from tests.signal_handlers import restored_handler
@@ -27,8 +27,8 @@ from tests.signal_handlers import restored_handler
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Hooks and fixtures for all tests in this directory.
-__all__ = ["pytest_collection", "pytest_runtest_teardown", "records_can_be_formatted", "restored_handler"]
+# A hook and fixtures for all tests in this directory.
+__all__ = ["pytest_collection", "records_can_be_formatted", "restored_handler"]
 
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()

@@ -17,14 +17,14 @@ from tests.refused_threads import refusing_threads
 
 
 def running() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("test-")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("daemon-")]
 
 
 def test_a_call_after_the_end_is_made_and_leaves_no_thread() -> None:
     """A cancelled task releases its claims. No one would end an idle thread."""
 
     async def main() -> None:
-        threads = DaemonExecutor("test", 2)
+        threads = DaemonExecutor("daemon", 2)
         assert await threads.future(lambda: 1) == 1
         threads.close()
         assert await threads.future(lambda: 2) == 2
@@ -37,7 +37,7 @@ def test_a_call_after_the_end_waits_for_none_that_hangs() -> None:
     go_on = threading.Event()
 
     async def main() -> None:
-        threads = DaemonExecutor("test", 1)
+        threads = DaemonExecutor("daemon", 1)
         hanging = threads.future(lambda: go_on.wait(20))
         threads.close()
         async with asyncio.timeout(10):
@@ -53,7 +53,7 @@ def test_a_call_hangs_once_nobody_waits_for_it() -> None:
     go_on = threading.Event()
 
     async def main() -> None:
-        threads = DaemonExecutor("test", 1)
+        threads = DaemonExecutor("daemon", 1)
         hanging, queued = threads.future(lambda: go_on.wait(20)), threads.future(lambda: None)
         assert threads.hanging == 0
         hanging.cancel()
@@ -91,7 +91,7 @@ def test_a_background_call_that_failed_keeps_nothing_alive() -> None:
     kept = weakref.ref(caller)
     gc.disable()
     try:
-        call_in_background("test-background", caller.fail, caller.done)
+        call_in_background("daemon-background", caller.fail, caller.done)
         del caller
         wait_until(lambda: not running(), timeout=10, what="the end of the thread")
         assert kept() is None
@@ -103,7 +103,7 @@ def test_a_background_call_that_failed_keeps_nothing_alive() -> None:
 def test_a_forked_child_makes_calls_of_its_own() -> None:
     """The lock may be held at the fork. No call hangs in the child, and a closed executor stays closed."""
     go_on, context = threading.Event(), multiprocessing.get_context("fork")
-    threads, closed, answers = DaemonExecutor("test", 1), DaemonExecutor("test"), context.SimpleQueue()
+    threads, closed, answers = DaemonExecutor("daemon", 1), DaemonExecutor("daemon"), context.SimpleQueue()
     with pytest.raises(TimeoutError):
         threads.call(lambda _: go_on.wait(20), 0.02)
     closed.close()
@@ -111,7 +111,7 @@ def test_a_forked_child_makes_calls_of_its_own() -> None:
     def ask() -> None:
         answers.put([threads.hanging, threads.call(lambda _: 7, 20), closed.call(lambda _: 8, 20)])
         for thread in threading.enumerate():
-            if thread.name.startswith("test-late"):
+            if thread.name.startswith("daemon-late"):
                 thread.join(20)
         answers.put(running())
 
@@ -123,7 +123,7 @@ def test_a_forked_child_makes_calls_of_its_own() -> None:
         other.submit(threads._lock.release).result(10)
     assert child.exitcode == 0
     assert answers.get() == [0, 7, 8]
-    assert answers.get() == ["test-1"]
+    assert answers.get() == ["daemon-1"]
     assert threads.hanging == 1
     go_on.set()
     threads.close()
