@@ -55,12 +55,12 @@ from integration.support.asyncio_thread import AsyncioThread
 from integration.support.baseline import back_to_baseline
 from integration.support.blocking import BlockingPublisher, UvloopPublisher
 from integration.support.blocking_consumer import BlockingConsumer
-from integration.support.certificates import TLS_CONF, Authority
+from integration.support.certificates import HOSTS, TLS_CONF, Authority
 from integration.support.databases import Database
 from integration.support.event_loops import _uvloop, run_async
 from integration.support.processes import start_server
 from integration.support.recorder import Recorded
-from integration.support.seeds import SEED, seeds, soaking
+from integration.support.seeds import SEED, deselect_for_soak, seeds, soaking
 from integration.support.set_up import LINES, broker_image, set_up
 from reliable_mq.testing import Audit, RabbitMQ, VirtualHost, remove_leftovers
 from reliable_mq.testing.fixtures import audit, fault_proxy, new_vhost
@@ -211,10 +211,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return -1 if first else ranks.get(item.path.name, len(ranks))
 
     items.sort(key=rank)
-    if not soaking():
-        left = {item for item in items if item.get_closest_marker("soak") is not None or _is_repeated_on_mysql(item)}
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
+    deselect_for_soak(config, items, _is_repeated_on_mysql)
 
 
 def _is_repeated_on_mysql(item: pytest.Item) -> bool:
@@ -276,7 +273,7 @@ def _shared_brokers(authority: Authority) -> Iterator[Callable[[str], RabbitMQ]]
     """The shared brokers, one per requested line."""
     remove_leftovers()
     running: dict[str, RabbitMQ] = {}
-    files = authority.files_of_broker()
+    files = authority.files_of_broker(authority.issue("broker", *HOSTS))
     with ExitStack() as stack:
 
         def get(line: str) -> RabbitMQ:

@@ -100,7 +100,6 @@ def test_aio_04_poison_costs_no_connection_and_holds_up_nothing(vhost: VirtualHo
             assert consumer.reconnects == 0
 
     run_async(main())
-    print(handler.handled)
     assert handler.handled == [b"poison"] * 4 + numbered(20)
 
 

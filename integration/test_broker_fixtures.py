@@ -283,7 +283,6 @@ def refused(action: Callable[[], None], state: str) -> None:
 
 
 def test_a_change_of_state_that_is_impossible_names_the_state(private_broker: RabbitMQ) -> None:
-    """A dead broker does so, too."""
     refused(private_broker.unpause, "running")
     private_broker.pause()
     refused(private_broker.pause, "paused")

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 import tenacity
 
-from integration.support.certificates import DAY, Authority, Certificate
+from integration.support.certificates import DAY, HOSTS, TLS_CONF, Authority, Certificate
 from integration.support.publishing import book, submit
 from integration.support.spark import read_to_the_end
 from reliable_mq import BrokerUnavailable, Message, Publisher, Queue, TLSOptions
@@ -30,46 +30,23 @@ pytestmark = pytest.mark.usefixtures("baseline", "publisher_api")
 ORDERS = Queue("orders", dead_letter=None)
 EVENTS = Queue("events", type="stream")
 QUICK = tenacity.wait_fixed(0.1)
-CONF = """
-listeners.ssl.default = 5671
-ssl_options.cacertfile = /tls/ca.pem
-ssl_options.certfile = /tls/broker.crt
-ssl_options.keyfile = /tls/broker.key
-ssl_options.verify = verify_peer
-ssl_options.fail_if_no_peer_cert = false
-ssl_cert_login_from = common_name
-auth_mechanisms.1 = PLAIN
-auth_mechanisms.2 = EXTERNAL
-"""
-
-
-def files(authority: Authority, certificate: Certificate) -> dict[str, bytes]:
-    return {
-        "/tls/ca.pem": authority.file.read_bytes(),
-        "/tls/broker.crt": certificate.cert_file.read_bytes(),
-        "/tls/broker.key": certificate.key_file.read_bytes(),
-    }
-
-
-@pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    return Authority(tmp_path_factory.mktemp("tls"), "ca")
+CERTIFICATE_OPTIONAL = TLS_CONF.replace("fail_if_no_peer_cert = true", "fail_if_no_peer_cert = false")
 
 
 @pytest.fixture(scope="module")
 def good(authority: Authority) -> Certificate:
-    return authority.issue("broker", "localhost", "127.0.0.1")
+    return authority.issue("broker", *HOSTS)
 
 
 @pytest.fixture(scope="module")
 def tls_broker(authority: Authority, good: Certificate) -> Iterator[RabbitMQ]:
-    with RabbitMQ(conf=CONF, files=files(authority, good)) as broker:
+    with RabbitMQ(conf=CERTIFICATE_OPTIONAL, files=authority.files_of_broker(good)) as broker:
         yield broker
 
 
 @pytest.fixture
 def tls_vhost(tls_broker: RabbitMQ, authority: Authority, good: Certificate) -> Iterator[VirtualHost]:
-    tls_broker.change_certificate(files(authority, good))
+    tls_broker.change_certificate(authority.files_of_broker(good))
     vhost = VirtualHost(tls_broker, "tls")
     vhost.create()
     yield vhost
@@ -81,12 +58,12 @@ def bad(request: pytest.FixtureRequest, authority: Authority, tmp_path_factory: 
     """A certificate that must be refused."""
     match request.param:
         case "expired":
-            return authority.issue("expired", "localhost", "127.0.0.1", ends_in=-DAY)
+            return authority.issue("expired", *HOSTS, ends_in=-DAY)
         case "of another host":
             return authority.issue("other", "other.example", "192.0.2.1")
         case _:
             name = "ca" if request.param == "of a forged authority" else "other"
-            return Authority(tmp_path_factory.mktemp("other"), name).issue("broker", "localhost", "127.0.0.1")
+            return Authority(tmp_path_factory.mktemp("other"), name).issue("broker", *HOSTS)
 
 
 BAD = (
@@ -199,7 +176,7 @@ def test_f53_bad_certificate_is_refused(
     tls_vhost: VirtualHost, authority: Authority, bad: Certificate, reason: str
 ) -> None:
     """A certificate that does not verify fails the first connect; nothing is sent."""
-    tls_vhost.broker.change_certificate(files(authority, bad))
+    tls_vhost.broker.change_certificate(authority.files_of_broker(bad))
     publisher = Publisher(url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS])
     for call in (publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key="orders")):
         with pytest.raises(BrokerUnavailable, match=reason) as caught:
@@ -219,14 +196,14 @@ def test_f53_certificate_goes_bad_and_is_renewed(
         url(tls_vhost), tls=TLSOptions(ca_file=authority.file), topology=[ORDERS], reconnect_wait=QUICK
     ) as publisher:
         assert book(checker, submit(checker, publisher, "orders")) is None
-        tls_vhost.broker.change_certificate(files(authority, bad))
+        tls_vhost.broker.change_certificate(authority.files_of_broker(bad))
         wait_until(tls_vhost.close_connections, timeout=20, what="the connection to be known and closed")
         wait_until(lambda: not publisher.connected, timeout=20, what="the loss to be noticed")
         confirmations = [submit(checker, publisher, "orders") for _ in range(10)]
         with pytest.raises(BrokerUnavailable, match=reason):
             publisher.connect()
         assert not any(confirmation.done() for confirmation in confirmations)
-        tls_vhost.broker.change_certificate(files(authority, good))
+        tls_vhost.broker.change_certificate(authority.files_of_broker(good))
         assert [book(checker, confirmation) for confirmation in confirmations] == [None] * 10
     checker.drain(tls_vhost, ["orders"])
     checker.close()

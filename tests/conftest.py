@@ -17,7 +17,7 @@ from zlib import crc32
 
 import pytest
 
-from integration.support.seeds import soaking
+from integration.support.seeds import deselect_for_soak
 from tests import properties, reports
 from tests.collecting import pytest_collection
 from tests.log_records import records_can_be_formatted
@@ -48,10 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(trylast=True)  # after hypothesis has marked its own tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     properties.allow_time(items)
-    if not soaking():
-        left = [item for item in items if item.get_closest_marker("soak")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("soak")]
+    deselect_for_soak(config, items)
     # Mix modules that wait with modules that compute, so that all processors are busy until the end.
     items.sort(key=lambda item: crc32(item.nodeid.partition("::")[0].encode()))
     _begin_with_slow_tests(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))

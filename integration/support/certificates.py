@@ -24,7 +24,11 @@ ssl_options.certfile = /tls/broker.crt
 ssl_options.keyfile = /tls/broker.key
 ssl_options.verify = verify_peer
 ssl_options.fail_if_no_peer_cert = true
+ssl_cert_login_from = common_name
+auth_mechanisms.1 = PLAIN
+auth_mechanisms.2 = EXTERNAL
 """
+HOSTS = ("localhost", "127.0.0.1")
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,8 @@ class Authority:
         )
         return issued
 
-    def files_of_broker(self) -> dict[str, bytes]:
-        """Issue a certificate for ``localhost``; return the files of a broker with `TLS_CONF`."""
-        own = self.issue("broker", "localhost")
+    def files_of_broker(self, own: Certificate) -> dict[str, bytes]:
+        """Return the files of a broker with `TLS_CONF` and this certificate of its own."""
         paths = {"ca.pem": self.file, "broker.crt": own.cert_file, "broker.key": own.key_file}
         return {f"/tls/{name}": path.read_bytes() for name, path in paths.items()}
 

@@ -10,6 +10,12 @@ from __future__ import annotations
 
 import os
 import random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
 
 SEED = "RELIABLE_MQ_SEED"
 SOAK = "RELIABLE_MQ_SOAK_SEEDS"
@@ -34,3 +40,14 @@ def seeds() -> list[int]:
     first = int(os.environ.setdefault(SEED, str(drawn)))
     source = random.Random(first)
     return [first, *(source.randrange(2**32) for _ in range(soak_seeds() - 1))]
+
+
+def deselect_for_soak(
+    config: pytest.Config, items: list[pytest.Item], repeats: Callable[[pytest.Item], bool] = lambda _: False
+) -> None:
+    """Deselect, unless this is `make soak`, the tests with the mark ``soak`` and those that `repeats` names."""
+    if soaking():
+        return
+    left = {item for item in items if item.get_closest_marker("soak") is not None or repeats(item)}
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
