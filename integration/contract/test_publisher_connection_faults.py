@@ -228,6 +228,25 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
     checker.close()
 
 
+def test_f09_sending_may_take_longer_than_the_confirm_timeout(
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+) -> None:
+    proxy = fault_proxy(vhost.url)
+    proxy.throttle(2_500_000)  # and the buffers of the kernel hold some MB
+    with Publisher(proxy.url, topology=[ORDERS], confirm_timeout=4) as publisher:
+        publisher.connect()
+        started = time.monotonic()
+        confirmation = submit(checker, publisher, "orders", bytes(15_000_000))
+        health = getattr(publisher, "publisher", publisher).health
+        wait_until(lambda: not health(stuck_after=5).progressing or confirmation.done(), timeout=60, what="the confirm")
+        assert health(stuck_after=5).progressing
+        assert book(checker, confirmation) is None
+        assert time.monotonic() - started > 5
+        assert publisher.statistics.in_doubt == 0
+    checker.drain(vhost, ["orders"])
+    checker.close()
+
+
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:

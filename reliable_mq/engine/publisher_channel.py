@@ -298,7 +298,8 @@ class BasePublisherChannel(BaseChannel[P]):
             unanswered_since=self._watch.look(now, self._io.call_soon),
             patience=self._heartbeat,
             work=self.outstanding,
-            worked_at=max(self._settled_at, self._oldest or now),  # a message that is just being taken has no time yet
+            # A message that is just being taken has no time yet.
+            worked_at=max(self._settled_at, self._oldest or now, self.session.trust.taken_at),
             blocked_reason=self.session.blocked_reason,
             blocked_at=self._blocked_since,
             outbox=outbox,
@@ -470,7 +471,8 @@ class BasePublisherChannel(BaseChannel[P]):
 
     def _work(self) -> None:
         session, io = self.session, self._io
-        now = time.monotonic()
+        now, unsent = time.monotonic(), io.write_buffer_size()
+        session.trust.unsent(unsent, now)
         session.tick(now)
         if session.ids.repeated:
             self._log_repeated()
@@ -483,8 +485,10 @@ class BasePublisherChannel(BaseChannel[P]):
             session.reopening_begun()
             io.reopen_channel()
         else:
-            while io.write_buffer_size() < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
+            while unsent < _BUFFERED_BYTES and (data := session.data_to_send(now, self.write_bytes)):
                 io.write(data)
+                unsent = io.write_buffer_size()
+                session.trust.unsent(unsent, now)
             if session.round_trip_due(now):
                 session.round_trip_begun(now)
                 # It waits behind the publishes on the wire, which the confirm timeout limits.

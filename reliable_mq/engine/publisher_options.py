@@ -95,7 +95,8 @@ class PublisherOptions:
             mandatory: Whether a message that is routed to no queue fails (``PublishReturned``). If False, the broker
                 drops it.
             confirm_timeout: Seconds without any confirm while messages are outstanding. After that the connection is
-                replaced and all unconfirmed messages are published again.
+                replaced and all unconfirmed messages are published again. The time starts again while a large message
+                is still being sent.
             delivery_timeout: Seconds from ``submit`` after which a message is given up (``PublishUnconfirmed``).
             retry: How often, and after which delays, a nacked message is published again before the failure is reported
                 (``PublishNacked``). It must not set ``retry_on``, ``give_up_on`` or ``backend``, which are for

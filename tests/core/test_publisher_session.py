@@ -668,6 +668,53 @@ def test_a_channel_silent_for_the_confirm_timeout_is_in_doubt(shell: Shell) -> N
     assert shell.session.channel_in_doubt(1_050.0)
 
 
+def test_a_large_message_on_a_slow_network_is_in_no_doubt(shell: Shell) -> None:
+    """The time starts again while the network takes data, and for the last time when it has taken all."""
+    trust = shell.session.trust
+    shell.accept("large", timeout=1_000.0)
+    shell.send()
+    trust.unsent(9_000, 0.0)
+    trust.unsent(6_000, 29.0)
+    assert shell.session.next_wakeup() == 59.0
+    assert not shell.session.channel_in_doubt(58.9)
+    trust.unsent(6_000, 58.9)
+    assert shell.session.channel_in_doubt(59.0)
+    trust.unsent(0, 59.0)
+    assert not shell.session.channel_in_doubt(88.9)
+    trust.unsent(6_000, 60.0)
+    trust.unsent(3_000, 61.0)
+    assert shell.session.channel_in_doubt(89.0)
+
+
+def test_small_publishes_do_not_hide_a_silent_channel(shell: Shell) -> None:
+    trust = shell.session.trust
+    shell.accept("first", timeout=1_000.0)
+    shell.send()
+    for now in range(1, 30):
+        trust.unsent(0, float(now))
+        shell.accept("next", at=float(now), timeout=1_000.0)
+        shell.send(now=float(now))
+        trust.unsent(100, float(now))
+        trust.unsent(10, now + 0.5)
+    assert shell.session.channel_in_doubt(30.0)
+
+
+def test_a_peer_that_hardly_reads_is_in_doubt_at_a_deadline(shell: Shell) -> None:
+    """Only a publish whose confirm is overdue counts."""
+    trust = shell.session.trust
+    shell.accept("large", timeout=40.0)
+    shell.send()
+    trust.unsent(9_000, 0.0)
+    shell.accept("young", at=20.0, timeout=10.0)
+    shell.send(now=20.0)
+    trust.unsent(8_999, 29.0)
+    shell.session.tick(30.0)
+    assert not shell.session.channel_in_doubt(30.0)
+    trust.unsent(8_998, 40.0)
+    shell.session.tick(40.0)
+    assert shell.session.channel_in_doubt(40.0)
+
+
 def test_a_blocked_channel_is_not_in_doubt(shell: Shell) -> None:
     """A broker that blocks need not confirm.
 
@@ -803,7 +850,7 @@ def test_blame_of_destinations_lapses(shell: Shell, first: list[str], later: str
     pass_over(shell, 0.0, *first)
     assert shell.session.channel_in_doubt(120.0)
     shell.lose()
-    assert len(shell.session._trust._blamed) == min(len(first), channel_trust._MAX_BLAMED)
+    assert len(shell.session.trust._blamed) == min(len(first), channel_trust._MAX_BLAMED)
     pass_over(shell, 590.0, later)
     assert not shell.session.channel_in_doubt(710.0)
     shell.lose()

@@ -107,9 +107,19 @@ class Channel:
     returned: set[Expected] = field(default_factory=set)
     since: float | None = None  # start of the round trip in progress
     progress_at: float = 0.0
+    taken_at: float = -inf  # when the network last took a part of the data, or the last of it
+    unsent: int = 0  # bytes that the network had not taken at the last look
+    emptied: bool = False  # whether a look since the last progress has shown that the network had taken all
     nacks_since: float = inf
     settled_through: int = 0
     passed_over_at: float = inf
+
+    @property
+    def doubt_at(self) -> float:
+        return min(max(self.progress_at, self.taken_at) + CONFIRM_TIMEOUT, self.passed_over_at)
+
+    def progress(self, now: float) -> None:
+        self.progress_at, self.emptied = now, False
 
     @property
     def on_wire(self) -> list[Expected]:
@@ -153,9 +163,11 @@ class PublishingMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.open_channel()
 
-    @rule(kind=st.integers(0, 5), data=st.data())
+    @rule(kind=st.integers(0, 6), data=st.data())
     def meanwhile(self, kind: int, data: st.DataObject) -> None:
         match kind:
+            case 6 if self.channel is not None:
+                self.look_at_the_network(data.draw(st.sampled_from([0, 1, 2])))
             case 5:
                 self.answer()
             case 4:
@@ -350,6 +362,15 @@ class PublishingMachine(RuleBasedStateMachine):
             if self.now - since >= CONFIRM_TIMEOUT:
                 channel.progress_at = since
 
+    def look_at_the_network(self, unsent: int) -> None:
+        channel = self.channel
+        assert channel is not None
+        self.session.trust.unsent(unsent, self.now)
+        if unsent < channel.unsent and not channel.emptied:
+            channel.taken_at = self.now
+        channel.unsent = unsent
+        channel.emptied |= unsent == 0
+
     def expire_on_wire(self, expected: Expected) -> None:
         """Blame the destination of an old publish that the broker has passed over.
 
@@ -360,6 +381,8 @@ class PublishingMachine(RuleBasedStateMachine):
             return
         tag = next(tag for tag in channel.unconfirmed if channel.sent[tag - 1] is expected)
         long_ago = self.now - max(expected.sent_at, self.unblocked_at) >= CONFIRM_TIMEOUT
+        if long_ago:
+            channel.taken_at = -inf
         to_blame = self.now - self.blamed.get(expected.destination, -inf) >= BLAMED_FOR
         if long_ago and tag < channel.settled_through and to_blame and channel.passed_over_at == inf:
             channel.passed_over_at = self.blamed[expected.destination] = self.now
@@ -406,7 +429,7 @@ class PublishingMachine(RuleBasedStateMachine):
             assert expected.number > self.last_first_send, "overtook an older publish"
             self.last_first_send = expected.number
         if not channel.unconfirmed:
-            channel.progress_at = self.now
+            channel.progress(self.now)
         expected.sends += 1
         self.sends += 1
         expected.sent_last = self.sends
@@ -459,7 +482,7 @@ class PublishingMachine(RuleBasedStateMachine):
         (self.session.acked if ack else self.session.nacked)(channel.generation, tag, multiple, self.now)
         tags = [held for held in channel.unconfirmed if held == tag or (multiple and held < tag)]
         if tags:
-            channel.progress_at = self.now
+            channel.progress(self.now)
             channel.nacks_since = inf if ack else min(channel.nacks_since, self.now)
         else:
             self.stale += 1
@@ -625,7 +648,7 @@ class PublishingMachine(RuleBasedStateMachine):
         self.connection_blocked = False
         self.unblocked_at = self.now
         if self.channel is not None:
-            self.channel.progress_at = self.now
+            self.channel.progress(self.now)
 
     def give_up(self, expected: Expected) -> None:
         returned = self.channel is not None and expected in self.channel.returned
@@ -730,7 +753,7 @@ class PublishingMachine(RuleBasedStateMachine):
     def doubt_begins_when_confirms_are_overdue(self) -> None:
         channel = self.channel
         owed = channel is not None and channel.unconfirmed and not self.connection_blocked
-        doubt = channel is not None and self.now >= min(channel.progress_at + CONFIRM_TIMEOUT, channel.passed_over_at)
+        doubt = channel is not None and self.now >= channel.doubt_at
         assert self.session.channel_in_doubt(self.now) is bool(owed and doubt)
 
     def a_channel_with_nacks_only_is_opened_anew(self) -> None:
@@ -751,7 +774,7 @@ class PublishingMachine(RuleBasedStateMachine):
             final = [expected.final_at for expected in self.provisional if expected.final_at is not None]
             moments += [max(at - WATCHED, self.ask_after) for at in final]
         if self.channel is not None and self.channel.unconfirmed and not self.connection_blocked:
-            moments.append(min(self.channel.progress_at + CONFIRM_TIMEOUT, self.channel.passed_over_at))
+            moments.append(self.channel.doubt_at)
         if moments and self.channel is not None and not self.connection_blocked:
             moments.append(self.channel.nacks_since + CONFIRM_TIMEOUT + (DRAINED_WITHIN if self.channel.owed else 0.0))
         wakeup = self.session.next_wakeup()

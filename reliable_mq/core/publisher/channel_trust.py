@@ -4,7 +4,9 @@ The broker keeps the state of publishing to a queue for each channel, and learns
 nodes, any of which can be lost. It then goes wrong for this channel alone, for as long as it is open, and a new channel
 is the only cure:
 
-- Confirms are lost. A channel on which nothing is settled for the confirm timeout is *silent*.
+- Confirms are lost. A channel on which nothing is settled for the confirm timeout is *silent*. A large message takes
+  long on a slow network, so the time starts again while the network takes data, until it has taken all that was written
+  or a publish whose confirm is overdue expires. Then the other publishes need another channel in time.
 - The confirms of one queue are lost, for good, while those of others come. A publish is *passed over* if it expires
   without a confirm, though it was written the confirm timeout ago, and a later one is settled.
 - A quorum queue that was full tells each channel once that it is not full any more. A channel that has missed it nacks
@@ -67,6 +69,9 @@ class ChannelTrust:
     def __init__(self, confirm_timeout: float) -> None:
         self._confirm_timeout = confirm_timeout
         self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
+        self.taken_at = -inf  # when the network last took written data, before it had taken all
+        self._unsent = 0  # written bytes that the network had not taken at the last look
+        self._all_taken = False  # whether the network has taken all that was written since `_progress_at`
         self._unblocked_at = -inf  # when the broker last ended a block
         self._nacks_since: float | None = None  # from when nacks only are counted: the first one after the last ack
         self.reopening = False  # whether the channel is being closed for its nacks
@@ -79,7 +84,8 @@ class ChannelTrust:
 
     def channel_opened(self, now: float) -> None:
         """Trust a new channel, whatever happened on the last one."""
-        self._progress_at = now
+        self._progressed(now)
+        self.taken_at, self._unsent = -inf, 0
         self._nacks_since = None
         self.reopening = False
         self.passed_over = None
@@ -96,6 +102,8 @@ class ChannelTrust:
     def expired(self, publication: Publication, settled_through: int, now: float) -> None:
         """Record a publish that expires on the wire, and the latest tag that is settled."""
         overdue = now - self._outstanding_since(publication) >= self._confirm_timeout
+        if overdue:
+            self.taken_at = -inf
         if not overdue or publication.tag >= settled_through or self.passed_over is not None:
             return
         while self._blamed and now - next(iter(self._blamed.values())) >= _BLAMED_FOR * self._confirm_timeout:
@@ -107,11 +115,23 @@ class ChannelTrust:
 
     def owes_nothing(self, now: float) -> None:
         """Record that no confirm is outstanding."""
-        self._progress_at = now
+        self._progressed(now)
+
+    def unsent(self, size: int, now: float) -> None:
+        """Record the number of written bytes that the network has not taken yet.
+
+        The caller reports it before and after each write.
+        """
+        if size < self._unsent and not self._all_taken:
+            self.taken_at = now
+        if not size:
+            self._all_taken = True
+        self._unsent = size
 
     def unblocked(self, now: float) -> None:
         """Record that the broker, which owed no confirm while it blocked, goes on."""
-        self._progress_at = self._unblocked_at = now
+        self._progressed(now)
+        self._unblocked_at = now
 
     def acked(self, publications: Iterable[Publication], now: float) -> None:
         """Record acks, before the publishes that they settled have their outcome."""
@@ -134,8 +154,12 @@ class ChannelTrust:
     def _outstanding_since(self, publication: Publication) -> float:
         return max(publication.sent_at, self._unblocked_at)
 
-    def _settled(self, publications: Iterable[Publication], now: float) -> None:
+    def _progressed(self, now: float) -> None:
         self._progress_at = now
+        self._all_taken = False
+
+    def _settled(self, publications: Iterable[Publication], now: float) -> None:
+        self._progressed(now)
         if self._blamed:
             for one in publications:
                 if one.outcome is None:
@@ -151,7 +175,9 @@ class ChannelTrust:
     @property
     def doubt_at(self) -> float:
         """The time when the channel is in doubt, if confirms are outstanding until then."""
-        return self._progress_at + self._confirm_timeout if self.passed_over is None else self._passed_over_at
+        if self.passed_over is not None:
+            return self._passed_over_at
+        return max(self._progress_at, self.taken_at) + self._confirm_timeout
 
     def doubt(self, on_wire: int, *, none_settled: bool) -> str:
         """Return the reason for discarding a channel that is in doubt."""

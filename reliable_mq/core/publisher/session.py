@@ -102,7 +102,7 @@ class PublisherSession(Generic[P]):
         new_queue_grace: float = 0.0,
     ) -> None:
         self._retry = retry
-        self._trust = ChannelTrust(confirm_timeout)
+        self.trust = ChannelTrust(confirm_timeout)  # the caller reports unsent bytes to it
         self._random = random
         self._tracker: ConfirmTracker[P] = ConfirmTracker()
         self._deadlines: PublishDeadlines[P] = PublishDeadlines(delivery_timeout)
@@ -159,7 +159,7 @@ class PublisherSession(Generic[P]):
         self.disconnected_reason = None
         self.frame_max = frame_max
         self._heads.clear()
-        self._trust.channel_opened(now)
+        self.trust.channel_opened(now)
 
     def connection_replaced(self) -> None:
         """Publish provisional publishes again, since their connection is lost."""
@@ -182,7 +182,7 @@ class PublisherSession(Generic[P]):
             numbers = self._tracker.numbers(generation, tag, multiple)
         settled = self._tracker.settle(generation, tag, multiple)
         if settled:
-            self._trust.acked(settled, now)
+            self.trust.acked(settled, now)
             if numbers is not None:
                 settled = provisional.acked(generation, numbers, settled, now)
             self._confirm(settled, now)
@@ -192,7 +192,7 @@ class PublisherSession(Generic[P]):
         settled = self._tracker.settle(generation, tag, multiple)
         if not settled:
             return
-        self._trust.nacked(settled, now)
+        self.trust.nacked(settled, now)
         for publication in settled:
             publication.nacks += 1
             self.statistics.nacks += 1
@@ -241,7 +241,7 @@ class PublisherSession(Generic[P]):
             self.blocked_reason, self.disconnected_reason = None, text
         numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
-        self._trust.channel_lost(lost)
+        self.trust.channel_lost(lost)
         self._provisional.channel_lost()
         blames = reply is not None and (not connection or reply.code in BLAMES_A_PUBLISH)
         unwritten = list(self._probe)
@@ -285,7 +285,7 @@ class PublisherSession(Generic[P]):
     def unblocked(self, now: float) -> None:
         """Resume writing after ``connection.unblocked``."""
         self.blocked_reason = None
-        self._trust.unblocked(now)
+        self.trust.unblocked(now)
         record(self._ready, PublicationEvent.UNBLOCKED)
 
     def abandon(self, publication: P) -> None:
@@ -319,10 +319,10 @@ class PublisherSession(Generic[P]):
         """
         for publication in self._deadlines.expire(now):
             if publication.state is _ON_WIRE and self.blocked_reason is None:
-                self._trust.expired(publication, self._tracker.settled_through, now)
+                self.trust.expired(publication, self._tracker.settled_through, now)
             self._give_up(publication)
         if (drained_at := self._drained_at()) is not None and now >= drained_at:
-            self._trust.drained_in_vain(next(one for one in self._tracker.outstanding if one.outcome is None), now)
+            self.trust.drained_in_vain(next(one for one in self._tracker.outstanding if one.outcome is None), now)
         while self._delayed and self._delayed[0][0] <= now:
             publication = heapq.heappop(self._delayed)[2]
             if publication.state is _DELAYED:
@@ -336,10 +336,10 @@ class PublisherSession(Generic[P]):
 
         They contain whole messages, at least one.
         """
-        if not self._tracker.open or self.blocked_reason is not None or self._trust.ending(now):
+        if not self._tracker.open or self.blocked_reason is not None or self.trust.ending(now):
             return b""
         if not len(self._tracker):
-            self._trust.owes_nothing(now)
+            self.trust.owes_nothing(now)
         sent: list[P] = []
         data = b""
         while not sent and (queue := self._may_be_sent()):
@@ -368,7 +368,7 @@ class PublisherSession(Generic[P]):
     @property
     def doubt(self) -> str:
         """The reason for discarding a channel that is in doubt."""
-        return self._trust.doubt(self.on_wire, none_settled=self._tracker.none_settled)
+        return self.trust.doubt(self.on_wire, none_settled=self._tracker.none_settled)
 
     def reopening_due(self, now: float) -> bool:
         """Return whether to begin to open another channel, and report `reopening_begun`.
@@ -380,7 +380,7 @@ class PublisherSession(Generic[P]):
 
     def reopening_begun(self) -> None:
         """Write nothing more on the channel, which the caller closes and opens anew."""
-        self._trust.reopening = True
+        self.trust.reopening = True
 
     def round_trip_due(self, now: float) -> bool:
         """Return whether to begin a round trip now and report `round_trip_begun`.
@@ -430,14 +430,14 @@ class PublisherSession(Generic[P]):
     def _doubt_at(self) -> float | None:
         if not len(self._tracker) or self.blocked_reason is not None:
             return None
-        return self._trust.doubt_at
+        return self.trust.doubt_at
 
     def _reopening_at(self) -> float | None:
         ready = self._tracker.open and self.blocked_reason is None and self.outstanding
-        return self._trust.reopening_at if ready and not self._unconfirmed else None
+        return self.trust.reopening_at if ready and not self._unconfirmed else None
 
     def _drained_at(self) -> float | None:
-        return self._trust.drained_at if self._unconfirmed and self.blocked_reason is None else None
+        return self.trust.drained_at if self._unconfirmed and self.blocked_reason is None else None
 
     @property
     def _unconfirmed(self) -> int:
