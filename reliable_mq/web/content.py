@@ -21,7 +21,7 @@ from reliable_mq.core.consumer.attempts import printable
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage
 
-__all__ = ["FORMS", "Body", "body_as", "is_editable", "rows_of_headers", "visible"]
+__all__ = ["FORMS", "Body", "body_as", "edit_problem", "rows_of_headers", "visible"]
 
 #: The forms of a body.
 FORMS: Final = ("json", "text", "hex")
@@ -69,18 +69,18 @@ def body_as(body: bytes, form: str, content_type: str | None) -> Body:
     return Body("hex", "\n".join(_hex_lines(body[:_SHOWN_HEX])), min(len(body), _SHOWN_HEX), forms)
 
 
-def is_editable(body: bytes) -> bool:
-    """Return whether a browser can send the body back unchanged.
+def edit_problem(body: bytes) -> str:
+    """Return why a browser cannot send the body back unchanged, or an empty text.
 
     It can if the body is printable text of moderate size.
     """
     if len(body) > _EDITABLE:
-        return False
+        return f"its body has {len(body):,} bytes, and a form holds at most {_EDITABLE:,}"
     try:
-        text = body.decode()
+        is_printable = all(char.isprintable() or char in "\n\t" for char in body.decode())
     except UnicodeDecodeError:
-        return False
-    return all(char.isprintable() or char in "\n\t" for char in text)
+        is_printable = False
+    return "" if is_printable else "its body is no text that a form could hold"
 
 
 def rows_of_headers(message: DeadMessage) -> list[tuple[str, str]]:

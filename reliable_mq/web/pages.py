@@ -26,7 +26,7 @@ from reliable_mq.codec.tables import encode_short_string
 from reliable_mq.deadletters.replay import BATCH
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
-from reliable_mq.web.content import FORMS, body_as, is_editable, rows_of_headers, rows_of_properties, visible
+from reliable_mq.web.content import FORMS, body_as, edit_problem, rows_of_headers, rows_of_properties, visible
 from reliable_mq.web.jobs import Job, JobState
 from reliable_mq.web.operations import FAILURES_KEPT, AuditLog, Operations, ReplayOptions
 
@@ -45,6 +45,9 @@ _ALL_GROUPS: Final = 500
 _LARGEST_FORM: Final = 1024 * 1024  # bytes
 _READ_WITHIN: Final = 1.0  # seconds for which a page waits for a reading before it shows the progress
 _LETTER_WITHIN: Final = 60.0  # seconds for which a page waits for a letter whose content is not kept
+_EDIT_ELSEWHERE: Final = (
+    "Download its body, correct it, and replay the letter in Python: DeadLetterQueue.replay(body=…)."
+)
 _STATUS: Final = ((ConfigurationError, 400), (UsageError, 409), (BrokerUnavailable, 503))
 _HTMX: Final = "htmx-2.0.11.min.js"
 #: The hash of that file, which is ``htmx.org`` in the npm registry. Browsers refuse any other content.
@@ -138,16 +141,9 @@ class Pages:
         choice = Choice.of(fields, "queue", "id", "as")
         if letter is None or reading is None:
             return self._gone(request, queue)
-        message = letter.message()
-        if message is None:
-            job = self._operations.read_letter(queue, letter.fingerprint, request.state.user)
-            await run_in_threadpool(job.wait, _LETTER_WITHIN)
-            message = letter.message()
-            if message is None and (job.error or not job.is_over):
-                text = job.error or "The letter has not been read yet, because operations on this queue go on."
-                return self._page(request, "error.html", 503, title=queue, text=text, queue=queue)
-            if message is None:
-                return self._gone(request, queue)
+        message = await self._message(request, queue, letter)
+        if isinstance(message, Response):
+            return message
         view = await run_in_threadpool(self._letter_view, reading, letter, message, choice, form)
         return self._page(
             request, "letter.html", title=message.message_id or "Letter", queue=queue, choice=choice, **view
@@ -158,9 +154,11 @@ class Pages:
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
         _, letter = self._find(queue, fields.get("id"))
-        message = None if letter is None else letter.message()
-        if letter is None or message is None:
+        if letter is None:
             return self._gone(request, queue)
+        message = await self._message(request, queue, letter)
+        if isinstance(message, Response):
+            return message
         name = f"{_file_name(queue)}-{letter.fingerprint[:8]}.bin"
         return Response(message.body, media_type="application/octet-stream", headers=_attachment(name))
 
@@ -229,9 +227,14 @@ class Pages:
         fields = await _form(request) if request.method == "POST" else Fields(request.url.query)
         queue = await self._queue(fields)
         _, letter = self._find(queue, fields.get("id"))
-        message = None if letter is None else letter.message()
-        if letter is None or message is None or not is_editable(message.body):
+        if letter is None:
             return self._gone(request, queue)
+        message = await self._message(request, queue, letter)
+        if isinstance(message, Response):
+            return message
+        problem = edit_problem(message.body)
+        if problem:
+            raise HTTPException(409, f"This letter cannot be edited in the page: {problem}. {_EDIT_ELSEWHERE}")
         if request.method == "POST":
             given = fields.all("body")
             if not given:
@@ -330,6 +333,21 @@ class Pages:
         status = 400 if wrong else 200
         return self._page(request, template, status, queue=queue, choice=choice, count=count, wrong=wrong, **values)
 
+    async def _message(self, request: Request, queue: str, letter: Letter) -> DeadMessage | Response:
+        """Return the complete letter, read again if it is not kept, or an error page."""
+        message = letter.message()
+        if message is not None:
+            return message
+        job = self._operations.read_letter(queue, letter.fingerprint, request.state.user)
+        await run_in_threadpool(job.wait, _LETTER_WITHIN)
+        message = letter.message()
+        if message is not None:
+            return message
+        if job.error or not job.is_over:
+            text = job.error or "The letter has not been read yet, because operations on this queue go on."
+            return self._page(request, "error.html", 503, title=queue, text=text, queue=queue)
+        return self._gone(request, queue)
+
     def _gone(self, request: Request, queue: str) -> Response:
         return self._page(request, "gone.html", 404, title="Letter", queue=queue)
 
@@ -404,7 +422,7 @@ class Pages:
             "body": body_as(message.body, form if form in FORMS else "", content_type),
             "headers": rows_of_headers(message),
             "properties": properties,
-            "editable": is_editable(message.body),
+            "edit_problem": edit_problem(message.body),
         }
 
     def _redirect(self, request: Request, path: str) -> Response:

@@ -252,13 +252,25 @@ def test_an_edit_publishes_the_body_of_its_form_and_needs_one(page: Page, broker
 
 @pytest.mark.usefixtures("letters")
 def test_a_body_that_a_form_would_change_cannot_be_edited(page: Page, broker: MemoryBroker) -> None:
+    """The page says why, and what to do. The content of the two largest is not kept, and read again."""
     broker.queues[QUEUE].clear()
-    for body in (b"a\r\nb", b"\xff", b"a\x00b", "\u202eright to left".encode(), b"x" * 200_000):
+    bodies = (b"a\r\nb", b"\xff", b"a\x00b", "\u202eright to left".encode(), b"x" * 200_000, *[b"x" * 2_000_000] * 2)
+    for body in bodies:
         broker.add(QUEUE, Message(body, headers={headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}))
     browser = page(allow_changes=True, allow_editing=True)
-    for one in ids_of(browser):
-        assert browser.get(f"/edit?queue={QUEUE}&id={one}").status_code == 404
-        assert "cannot be edited" in browser.get(f"/letter?queue={QUEUE}&id={one}").text
+    for one, body in zip(ids_of(browser), bodies, strict=True):
+        why = "no text" if len(body) < 200_000 else f"its body has {len(body):,} bytes"
+        shown = browser.get(f"/letter?queue={QUEUE}&id={one}").text
+        assert "cannot be edited" in shown
+        assert why in shown
+        for answer in (
+            browser.get(f"/edit?queue={QUEUE}&id={one}"),
+            browser.post("/edit", data={"queue": QUEUE, "id": one, "body": "x"}),
+        ):
+            assert answer.status_code == 409
+            assert why in answer.text
+            assert "DeadLetterQueue.replay(body=…)" in answer.text
+    assert "orders" not in broker.queues or not broker.queues["orders"]
 
 
 @pytest.mark.usefixtures("letters")

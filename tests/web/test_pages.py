@@ -388,12 +388,14 @@ def test_a_reading_keeps_bounded_content(page: Page, broker: MemoryBroker, monke
     """Letters beyond the bound are read from the queue one by one when requested."""
     monkeypatch.setattr("reliable_mq.web.letters.KEPT_BYTES", 1000)
     broker.add("orders.dead", *map(letter, range(20)))
-    browser = page()
+    browser = page(allow_changes=True, allow_editing=True)
     ids = re.findall(r'name="letter" value="([0-9a-f]{32})"', browser.get("/letters?queue=orders.dead").text)
     assert broker.reads == 1
     assert "no 19" in plain(browser.get(f"/letter?queue=orders.dead&id={ids[19]}").text)
     assert "no 18" in plain(browser.get(f"/letter?queue=orders.dead&id={ids[18]}").text)
     assert broker.reads == 3
+    assert browser.get(f"/body?queue=orders.dead&id={ids[17]}").content == b'{"order":17}'
+    assert "{&#34;order&#34;:16}" in browser.get(f"/edit?queue=orders.dead&id={ids[16]}").text
     assert "not searched by header here" in plain(browser.get("/letters?queue=orders.dead&header=a%3Db").text)
 
 
