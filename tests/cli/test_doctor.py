@@ -17,7 +17,8 @@ from reliable_mq.cli.app import app
 from reliable_mq.cli.doctor import broker, examine
 from reliable_mq.cli.doctor.broker import HostEntry, examine_alarms
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.doctor.management import Snapshot
+from reliable_mq.cli.doctor.management import QueueView, Snapshot
+from reliable_mq.cli.doctor.queues import examine_queues
 from reliable_mq.codec.methods import DeclareQueue
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
@@ -163,6 +164,40 @@ def test_the_report_shows_and_counts_findings_with_their_fixes(monkeypatch: pyte
     for text in ("host:5672", "→ Shorten it.", "[red]not durable[/]", "✔ 1 ok", "? 1 not checked", "! 1 warning "):
         assert text in result.output
     assert result.output.rstrip().endswith("✘ 1 problem")
+
+
+def test_equal_findings_of_many_queues_are_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of equal lines would hide the others. JSON is complete, and the sum counts each finding."""
+    views = {f"q{number:04}": QueueView({"name": f"q{number:04}", "type": "quorum"}) for number in range(1500)}
+    views["q0001"].raw["messages"] = 7  # type: ignore[index]
+    views["q0001"].raw["arguments"] = {"x-message-ttl": 10}  # type: ignore[index]
+    findings = examine_queues(Snapshot(views), (), (4, 3))
+    monkeypatch.setattr(examine, "examine", lambda *_: findings)
+    shown = CliRunner().invoke(app, ["doctor", "amqp://localhost"]).output
+    assert shown.count("delivery limit 20") == 1
+    assert all(text in shown for text in ("1,500 queues", "'q0000'", "'q0001'", "'q0002'", "and 1,497 more (--json)"))
+    assert "'q0003'" not in shown
+    assert shown.count("message TTL of 0.01 s") == 1
+    assert "queue 'q0001'" in shown
+    assert len(shown.splitlines()) < 30
+    assert "✘ 1,500 problems" in shown
+    written = json.loads(CliRunner().invoke(app, ["doctor", "amqp://localhost", "--json"]).output)
+    assert len(written["findings"]) == len(findings) == 1502
+
+
+def test_equal_findings_of_the_same_queues_share_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = (("a", "one"), ("a", "two"), ("b", "one"), ("b", "other"), ("b", "two"))
+    findings = [Finding(Status.WARNING, f"queue '{name}'", "check", text) for name, text in texts]
+    monkeypatch.setattr(examine, "examine", lambda *_: findings)
+    shown = CliRunner().invoke(app, ["doctor", "amqp://localhost"]).output
+    assert [line.split() for line in shown.splitlines()[3:-1]] == [
+        ["2", "queues", "!", "check", "one"],
+        ["'a'"],
+        ["'b'"],
+        ["!", "check", "two"],
+        [],
+        ["queue", "'b'", "!", "check", "other"],
+    ]
 
 
 def test_a_wrong_url_is_said_without_a_traceback() -> None:

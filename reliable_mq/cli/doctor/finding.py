@@ -1,12 +1,15 @@
-"""The findings of the doctor, shown as a table or as JSON."""
+"""The findings of the doctor, shown as a table or as JSON.
+
+The table has equal findings of several queues once, because a virtual host of a thousand queues often has the same
+finding for each. JSON has every finding of every queue.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
@@ -32,6 +35,8 @@ _MARKS: Final = {
     Status.WARNING: ("!", "yellow"),
     Status.PROBLEM: ("✘", "red"),
 }
+_QUEUE: Final = "queue "
+_NAMED: Final = 3  # queues that have an equal finding; the others are counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +79,14 @@ def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
     table.add_column("")
     table.add_column("what", no_wrap=True)
     table.add_column("finding", overflow="fold", ratio=1)
-    for subject, group in groupby(findings, key=lambda finding: finding.subject):
+    for subjects, group in _sections(findings).items():
         table.add_section()
         for number, finding in enumerate(group):
             mark, style = _MARKS[finding.status]
             text = Text(escaped(finding.text))
             if finding.fix:
                 text.append(f"\n→ {escaped(finding.fix)}", style="italic")
-            title = Text(escaped(subject) if number == 0 else "", style="bold")
+            title = Text(_title(subjects) if number == 0 else "", style="bold")
             table.add_row(title, Text(mark, style=style), Text(escaped(finding.check)), text)
     output.print(Text(escaped(settings), style="bold"))
     output.print(table)
@@ -94,6 +99,26 @@ def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
     )
 
 
+def _sections(findings: Iterable[Finding]) -> Mapping[tuple[str, ...], Sequence[Finding]]:
+    """Return findings by their subjects. Equal findings of several queues are one."""
+    subjects: dict[Finding, dict[str, None]] = {}
+    for finding in findings:
+        equal = replace(finding, subject=_QUEUE) if finding.subject.startswith(_QUEUE) else finding
+        subjects.setdefault(equal, {})[finding.subject] = None
+    sections: dict[tuple[str, ...], list[Finding]] = {}
+    for finding, found in subjects.items():
+        sections.setdefault(tuple(found), []).append(finding)
+    return sections
+
+
+def _title(subjects: Sequence[str]) -> str:
+    if len(subjects) == 1:
+        return escaped(subjects[0])
+    lines = [f"{len(subjects):,} queues", *(escaped(each.removeprefix(_QUEUE)) for each in subjects[:_NAMED])]
+    more = len(subjects) - _NAMED
+    return "\n".join([*lines, f"and {more:,} more (--json)"] if more > 0 else lines)
+
+
 def _counted(count: int, status: Status) -> str:
     plural = "s" if status in (Status.WARNING, Status.PROBLEM) and count != 1 else ""
-    return f"{count} {status.value}{plural}"
+    return f"{count:,} {status.value}{plural}"

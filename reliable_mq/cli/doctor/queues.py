@@ -101,7 +101,7 @@ def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
         )
         text = f"{len(members)} of {nodes} nodes {'has' if len(members) == 1 else 'have'} a copy of it: {means}"
         program = "rabbitmq-queues add_member" if queue.type == "quorum" else "rabbitmq-streams add_replica"
-        yield _warning(queue, "copies", text, f"{program} {queue.name} NODE, on one node more each.")
+        yield _warning(queue, "copies", text, f"{program} QUEUE NODE, on one node more each.")
     away = sorted(members - online)
     if away:
         left = len(members) - len(away)
