@@ -18,10 +18,12 @@ Invariants:
 - A queue is new from the moment before it is declared.
 - A queue that another connection makes or finds again never becomes older.
 - A forgotten queue is older than every grace, by more than the time that any answer takes.
+- The cost of a queue does not depend on the number of others: a program may declare thousands, one by one.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Final, Protocol
 
 from reliable_mq.core.headers import may_copy
@@ -63,7 +65,8 @@ class NewQueues:
         #: if none is known. Any thread may read it.
         self.latest = _NEVER
         self.longest = 0.0  # the longest grace of its users, seconds
-        self._made: dict[str, float] = {}
+        self._made: OrderedDict[str, float] = OrderedDict()  # in the order of the calls, nearly that of the times
+        self._newest = _NEVER  # the latest of these times
         self._being_made: dict[str, int] = {}  # the number of connections that are declaring each queue
         self._proven: dict[tuple[str, float], float] = {}  # by broker and grace; see `prove`
 
@@ -126,11 +129,17 @@ class NewQueues:
     def _add(self, names: Iterable[str], now: float) -> None:
         for name in names:
             self._made[name] = max(now, self._made.get(name, now))
-        self._made = {name: at for name, at in self._made.items() if at + self.longest + KEPT > now}
+            self._made.move_to_end(name)
+            self._newest = max(self._newest, now)
+        while self._made and self._made[next(iter(self._made))] + self.longest + KEPT <= now:
+            self._made.popitem(last=False)
         self._look()
 
     def _look(self) -> None:
-        self.latest = float("inf") if self._being_made else max(self._made.values(), default=_NEVER)
+        if self._being_made:
+            self.latest = float("inf")
+        else:
+            self.latest = self._newest if self._made else _NEVER
 
 
 def is_copied(message: Message) -> bool:
