@@ -23,7 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from reliable_mq._util.logs import get_logger
+from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.connection.new_queues import QueueRecord
@@ -64,6 +64,7 @@ __all__ = ["BaseSubscription", "Event", "WorkQueue"]
 logger = get_logger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
+_LOG_STORE_FAILURES_EVERY = 10.0  # minimum seconds between two log lines about failures of the idempotency store
 
 _LEVELS = {
     LogEventKind.RETRIED: logging.INFO,
@@ -159,6 +160,7 @@ class BaseSubscription(NullListener):
         self._requeued: deque[Delivery] = deque()
         self._woken = False
         self._alarm = Wakeup(self._run)
+        self._store_log = LogLimit(_LOG_STORE_FAILURES_EVERY)
         self._vitals = ConsumerVitals(settings.heartbeat)
         self._first_attempts_over = self._event_type()
         self._attempts_left = len(settings.endpoints)
@@ -444,7 +446,13 @@ class BaseSubscription(NullListener):
         for event in actions.log:
             if event.kind in (LogEventKind.PAUSED, LogEventKind.RESUMED):
                 self._vitals.paused(paused=self.session.paused)
-            logger.log(_LEVELS[event.kind], "%s", event.line(self._options.name), extra=event.ids)
+            line = event.line(self._options.name)
+            if event.kind is LogEventKind.STORE_FAILED:  # while the store is down, for every unacked delivery
+                due = self._store_log.count()
+                if not due:
+                    continue
+                line += f"; {due:,} such failures since the last line" if due > 1 else ""
+            logger.log(_LEVELS[event.kind], "%s", line, extra=event.ids)
 
     def _record_settled(self, actions: Actions) -> None:
         if actions.settled and self.tracer is not None:

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from reliable_mq import BrokerUnavailable, KillSwitch, Queue, RetryPolicy, TopologyMismatch
+from reliable_mq._util.logs import LogLimit
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.codec.methods import Consume
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Work
-from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.lifecycle import ChannelStep, Resubscribe
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.engine.consumer_options import ConsumerOptions
@@ -105,6 +106,28 @@ def test_a_delivery_handled_as_the_kill_switch_trips_is_acked(
     assert connection.stopped
     assert b"".join(connection.written) == encode_ack(1, 1, multiple=False)
     assert "kill switch pauses dispatch" in caplog.text
+
+
+def test_a_store_that_is_down_is_not_logged_for_every_delivery(caplog: pytest.LogCaptureFixture) -> None:
+    """Each of 300 unacked deliveries is tried six times in a minute."""
+    now = 100.0
+    subscription = FakeSubscription(ConsumerOptions("amqp://localhost/", Queue("orders"), print, prefetch=300))
+    subscription._store_log = LogLimit(10.0, lambda: now)
+    subscription.handlers = handlers = FakeHandlers()
+    subscription.session.opened(1, 1)
+    subscription.session.delivered([delivery(tag) for tag in range(1, 301)], 0.0)
+    subscription.read_finished()
+    *most, last = handlers.waiting
+    for one in most:
+        subscription._results.append(Skipped(one, SkipReason.STORE_FAILED, "IdempotencyStoreError: down"))
+        subscription._run()
+    now += 10.0
+    subscription._results.append(Skipped(last, SkipReason.STORE_FAILED, "IdempotencyStoreError: away"))
+    subscription._run()
+    assert subscription.session.statistics.store_failures == 300
+    first, summary = [record.getMessage() for record in caplog.records if "store failed" in record.getMessage()]
+    assert first.endswith("idempotency store failed: IdempotencyStoreError: down")
+    assert summary.endswith("IdempotencyStoreError: away; 299 such failures since the last line")
 
 
 def test_a_refused_quarantine_is_left_out_for_a_while() -> None:
