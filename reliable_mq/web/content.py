@@ -80,7 +80,7 @@ def edit_problem(body: bytes) -> str:
         is_printable = all(char.isprintable() or char in "\n\t" for char in body.decode())
     except UnicodeDecodeError:
         is_printable = False
-    return "" if is_printable else "its body is no text that a form could hold"
+    return "" if is_printable else "its body is not printable text"
 
 
 def rows_of_headers(message: DeadMessage) -> list[tuple[str, str]]:
