@@ -53,7 +53,7 @@ _BYTES_PASSED: Final = 64 * 1024 * 1024
 
 _SELECT: Final = f"SELECT id, {', '.join(COLUMNS)} FROM outbox"  # noqa: S608
 _READY: Final = f"{_SELECT} WHERE id > ? AND state = 0 ORDER BY id LIMIT ?"
-_DELAYED: Final = "SELECT id FROM outbox WHERE state > 0 AND state = 1 AND available_at"
+_DELAYED: Final = "SELECT id FROM outbox WHERE state > 0 AND state = 1 AND format <= :format AND available_at"
 # Each part reads a range of the index in its order, so rows that are due later are not read.
 _DUE: Final = f"""
     {_SELECT} WHERE id IN (
@@ -137,8 +137,8 @@ class SQLiteRowLeases:
             retries = limit if retries is None else min(retries, limit)
             if retries:
                 most = retries + len(self._due)
-                due = connection.execute(_DUE, {"now": now, "latest": now + 2 * LONGEST_DELAY, "most": most})
-                self._take_ready(due, taken, retries, delayed=True)
+                when = {"format": FORMAT, "now": now, "latest": now + 2 * LONGEST_DELAY, "most": most}
+                self._take_ready(connection.execute(_DUE, when), taken, retries, delayed=True)
             while self._again and not self._is_enough(taken, limit):
                 self._take_of_key(connection, self._again.popleft(), taken, limit)
             (last,) = connection.execute(_LAST).fetchone()

@@ -112,3 +112,16 @@ def test_a_key_that_is_damaged_is_no_key(tmp_path: Path) -> None:
     assert (outbox.status().rows, outbox.status().set_aside) == (0, 1)
     claims.close()
     outbox.close()
+
+
+def test_delayed_rows_of_a_newer_format_keep_no_others_back(tmp_path: Path) -> None:
+    """A newer relay has delayed them, and a relay that does not know them has taken over."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b"%d" % number), "", "q", True, None) for number in range(4)], [])
+    claims = outbox.claims()
+    settle(outbox, claims, [RowSettlement(row, RowOutcome.LATER) for row in claims.take(3).rows])
+    with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+        connection.execute("UPDATE outbox SET available_at = id, format = CASE WHEN id < 3 THEN 99 ELSE format END")
+    assert [row.message.body for row in claims.take(10, 2).rows] == [b"2", b"3"]
+    claims.close()
+    outbox.close()
