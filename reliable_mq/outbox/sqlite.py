@@ -379,7 +379,7 @@ class SQLiteOutbox:
     def _read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Read on a separate connection, so that others can write meanwhile."""
         self._check_not_forked()
-        if not self._file.noted:
+        if self._connection is None:  # opening notes the log, which closing may have removed
             self.open()
         with self._read_lock:
             try:

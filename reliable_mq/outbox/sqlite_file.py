@@ -43,10 +43,6 @@ class OpenFile:
         self.real = self._path = str(path)  # ``real`` is the path without links, from `check_file`
         self._noted: list[tuple[int, int]] | None = None
 
-    @property
-    def noted(self) -> bool:
-        return self._noted is not None
-
     def note(self) -> None:
         """Note a new connection's files. They must be of the same database as before."""
         found = self._identities(self.real)

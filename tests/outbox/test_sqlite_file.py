@@ -200,6 +200,20 @@ def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: P
     assert outbox.status().rows == 2
 
 
+def test_an_outbox_can_be_read_after_a_failed_write(outbox: SQLiteOutbox) -> None:
+    """The failure closes the connection. SQLite removes the log with the last one."""
+    store(outbox, 1, None)
+    claims = outbox.claims()
+    outbox.write([], [RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, "why") for row in claims.take(1).rows])
+    claims.close()
+    with closing(sqlite3.connect(outbox.path)) as connection:
+        connection.execute("CREATE TRIGGER fails BEFORE UPDATE ON outbox BEGIN SELECT RAISE(ABORT, 'for a test'); END")
+    with pytest.raises(OutboxError, match="for a test"):
+        outbox.retry()
+    assert not file_of(outbox, "wal").exists()
+    assert outbox.status().set_aside == 1
+
+
 def test_a_directory_that_cannot_be_read_is_an_outbox_error(tmp_path: Path) -> None:
     """The outbox works again when the directory can be read."""
     directory = tmp_path / "directory"
