@@ -397,8 +397,9 @@ class AsyncRelayPublisher:
                 row = None
         except ReliableMQError as error:
             failure = self._refusal = error
-        except Exception:
+        except Exception as error:
             logger.exception("unexpected error while the relay submitted a row")
+            failure = UsageError(f"the row could not be sent: {type(error).__name__}: {error}")
         finally:
             if row is not None:
                 self._settle(row, failure)

@@ -506,7 +506,9 @@ def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> 
         publisher.start()
         publisher.send([row(1), row(2)])
         await until(lambda: len(publisher._settled) == 2)
-        assert returned(publisher) == [(1, UsageError), (2, UsageError)]
+        assert [(one.id, str(error)) for one, error in publisher.take_settled()] == [
+            (number, "the row could not be sent: KeyError: 1") for number in (1, 2)
+        ]
         publisher.send([row(1)])
         await until(lambda: sent == [1, 1])
         publisher.cancel()
