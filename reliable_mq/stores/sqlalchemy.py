@@ -86,6 +86,8 @@ class _SQLAlchemyBase(SQLStoreBase):
                 f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
                 "SQLite"
             )
+        if engine.url.database in (None, "", ":memory:") and engine.dialect.name == "sqlite":
+            raise ConfigurationError("engine is of a database in memory; use MemoryStore, or a file")
         if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
@@ -315,8 +317,6 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         if not isinstance(engine, Engine):
             raise ConfigurationError(f"engine must be one of create_engine(), not {type(engine).__name__}")
         super().__init__(engine, retention, timeout, table)
-        if engine.url.database in (None, "", ":memory:") and engine.dialect.name == "sqlite":
-            raise ConfigurationError("engine is of a database in memory; use MemoryStore, or a file")
         _check_maker(session, "a sessionmaker")
         self._engine = engine
         self._session = session

@@ -152,6 +152,9 @@ def test_an_engine_must_be_of_the_right_kind_and_database() -> None:
         AsyncSQLAlchemyStore(create_engine("sqlite:///x.db"))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="MemoryStore"):
         SQLAlchemyStore(create_engine("sqlite://"))
+    for url in ("sqlite+aiosqlite://", "sqlite+aiosqlite:///:memory:"):  # where all transactions share a connection
+        with pytest.raises(ConfigurationError, match="MemoryStore"):
+            AsyncSQLAlchemyStore(create_async_engine(url))
 
 
 @pytest.mark.parametrize("kind", [RedisStore, AsyncRedisStore])
