@@ -15,7 +15,7 @@ from zlib import crc32
 import pytest
 import redis
 import redis.asyncio
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.pool import NullPool
 
@@ -177,6 +177,33 @@ def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
         assert all(store.complete_many(claims[:100]))
         again = store.claim_many([claim.key for claim in claims[100:]], LEASE)
         assert {claim.status for claim in again} == {ClaimStatus.NEW}
+
+
+def test_claims_and_completions_of_the_same_keys_do_not_deadlock(database: Callable[[str], Database]) -> None:
+    """They lock keys in the same order, also if the database sorts texts in another."""
+    url = make_url(database("postgresql").fresh())
+    name = f"{url.database}_icu"
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name} TEMPLATE template0 LOCALE_PROVIDER icu ICU_LOCALE 'en-US'"))
+    engine.dispose()
+    engine = create_engine(url.set(database=name))
+    errors: list[str] = []
+    event.listen(engine, "handle_error", lambda context: errors.append(str(context.original_exception)))
+    waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
+    with closing(SQLAlchemyStore(engine, timeout=20.0)) as store, ThreadPoolExecutor() as threads:
+        store.create_table()
+        claims = store.claim_many(["B", "a"], LEASE)
+        with engine.connect() as holding, engine.connect() as looking:
+            holding.execute(text("SELECT * FROM reliable_mq_claims WHERE claim_key = 'B' FOR UPDATE"))
+            again = threads.submit(store.claim_many, ["B", "a"], LEASE)
+            wait_until(lambda: looking.scalar(waiting) == 1, timeout=10, what="the claim to wait")
+            completed = threads.submit(store.complete_many, claims)
+            wait_until(lambda: looking.scalar(waiting) == 2, timeout=10, what="the completion to wait")
+        assert completed.result() == [True, True]
+        again.result()
+    assert errors == []
+    engine.dispose()
 
 
 @pytest.mark.parametrize("two_stores", ["postgresql"], indirect=True)

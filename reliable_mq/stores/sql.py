@@ -411,6 +411,7 @@ class PostgreSQL(Dialect):
     # for each key.
     _listed = "c.claim_key = ANY(CAST(:keys AS text[]))"
     _given = "unnest(CAST(:keys AS text[]), CAST(:numbers AS bigint[])) AS g(k, n)"
+    _order = 'c.claim_key COLLATE "C"'  # the order of claims, whatever the collation of the database
 
     def __init__(self, table: str, patience: int | None = None) -> None:
         super().__init__(table)
@@ -449,7 +450,7 @@ class PostgreSQL(Dialect):
             f"WITH given AS (SELECT g.k, g.n FROM {self._given} WHERE {self._patient}), "
             f"locked AS (SELECT c.claim_key, c.token FROM {self.table} c JOIN given ON c.claim_key = given.k "
             f"AND c.token = given.n WHERE {self._listed} AND c.format = {FORMAT} AND c.state IN ({states}) "
-            f"AND c.expires > {self._now} ORDER BY c.claim_key FOR UPDATE OF c) "
+            f"AND c.expires > {self._now} ORDER BY {self._order} FOR UPDATE OF c) "
             f"UPDATE {self.table} c SET {change}, "
             f"expires = greatest(c.expires, {self._now} + CAST(:retention AS bigint)) "
             f"FROM locked WHERE {self._listed} AND c.claim_key = locked.claim_key AND c.token = locked.token "
