@@ -522,14 +522,41 @@ def test_a_completion_with_a_lost_answer_succeeds_when_repeated() -> None:
     assert len(calls) == 1
 
 
-def test_a_stale_token_completes_nothing_and_reclaims_its_key() -> None:
-    runner = Runner()
+def test_a_claim_that_the_store_lost_is_completed_anew() -> None:
+    calls: list[object] = []
+    runner = Runner(calls.append)
+    item = delivery()
+    for _ in range(2):  # the store may lose the next claim, too
+        runner.answers = {Complete: [False]}
+        result = only(runner(item))
+        assert isinstance(result, Skipped)
+        assert result.reason is SkipReason.STORE_FAILED
+        assert "lease" in result.detail
+        runner.store = MemoryStore()
+    runner.answers = {}
+    assert runner(item) == [item]
+    assert (len(calls), item.claim) == (1, None)
+    copy = delivery(2)
+    assert only(runner(copy)) == Skipped(copy, SkipReason.DUPLICATE)
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_what_another_holder_took_over_is_its_own_first(failed: bool) -> None:
+    calls: list[object] = []
+    runner = Runner(calls.append, max_attempts=1)
     runner.answers = {Complete: [False]}
     item = delivery()
-    result = only(runner(item))
-    assert isinstance(result, Skipped)
-    assert (result.reason, item.claim) == (SkipReason.STORE_FAILED, None)
-    assert "lease" in result.detail
+    runner(item)
+    runner.answers, runner.store = {}, MemoryStore()
+    other = runner.store.claim_many(["q|orders|m1"], HOUR)
+    assert only(runner(item)) == Skipped(item, SkipReason.IN_PROGRESS)
+    if failed:
+        runner.store.release_many(other, failed=True)
+        assert runner(item) == [item]
+    else:
+        runner.store.complete_many(other)
+        assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
+    assert len(calls) == 1
 
 
 def test_a_store_that_fails_to_release_changes_no_outcome() -> None:

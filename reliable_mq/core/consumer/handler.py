@@ -13,7 +13,7 @@ Without a store: call the handler. With one::
                                                       --its transaction may be committed--> claim again later
                                     --returned, done by its own transaction--> handled
                                     --returned--> complete --taken--> handled
-                                                           --token stale--> claim again later
+                                                           --token stale--> claim again later, then complete
                                                            --store failed--> complete again later, without the handler
 
 A settlement without an answer is repeated: regularly and at the end (`settling`), and before its key is claimed.
@@ -29,7 +29,7 @@ Invariants:
   over.
 - With a store, no handler is called without a new claim, and no delivery is reported as handled before the store has it
   as done.
-- A handler that has returned is not called again because the store did not answer.
+- A handler that has returned is not called again because the store did not answer, or has lost its claim.
 - A failed attempt is released before it is reported, or before its key is claimed again, so that the next attempt can
   claim it.
 - If the handler raised although its own transaction is or may be committed, an attempt is counted only if the store
@@ -87,6 +87,7 @@ __all__ = [
 T = TypeVar("T")
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over; or the store lost the claim"
+_REFUSED: Final = Claim("", ClaimStatus.IN_PROGRESS)  # its handler has returned: claim again, then complete
 _COMMITTED: Final = "its handler raised after its transaction was committed"
 _UNKNOWN: Final = "whether its transaction was committed is not known, and asked again"
 _UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
@@ -341,13 +342,12 @@ def handling(
     if claiming is None:
         left = yield from _call_handler(list(deliveries), batch, wall_clock, progress)
         return [*progress.take(), *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
-    done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim is not None]
-    fresh = [delivery for delivery in deliveries if delivery.claim is None]
-    progress.claims = claims = yield from _claim(fresh, claiming, results, wall_clock)
+    unclaimed = [delivery for delivery in deliveries if delivery.claim in (None, _REFUSED)]
+    progress.claims = claims = yield from _claim(unclaimed, claiming, results, wall_clock)
+    done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim not in (None, _REFUSED)]
     left = yield from _call_handler(list(claims), batch, wall_clock, progress)
     own = progress.take()
-    untried = {delivery: claims[delivery] for delivery in left}
-    results += yield from _release_untried(claiming, untried, SkipReason.NOT_BEGUN)
+    results += yield from _release_untried(claiming, {one: claims[one] for one in left}, SkipReason.NOT_BEGUN)
     results += yield from _settle_results(claiming, claims, own, done)
     return results
 
@@ -355,8 +355,7 @@ def handling(
 def settling_rest(claiming: ClaimPolicy, claims: dict[Delivery, Claim], rest: GroupRemainder) -> Handling:
     """Settle and release the rest of a group with these claims."""
     results = yield from _settle_results(claiming, claims, rest.results, [])
-    untried = {delivery: claims[delivery] for delivery in rest.unbegun}
-    results += yield from _release_untried(claiming, untried, SkipReason.NOT_BEGUN)
+    results += yield from _release_untried(claiming, {one: claims[one] for one in rest.unbegun}, SkipReason.NOT_BEGUN)
     return results
 
 
@@ -476,7 +475,9 @@ def _claim(
         results.extend(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer) for delivery in keys)
         return new
     for delivery, claim in zip(keys, answer, strict=True):
-        if claim.status is ClaimStatus.NEW:
+        if claim.status is ClaimStatus.NEW and delivery.claim is not None:
+            delivery.claim = claim  # its handler has returned
+        elif claim.status is ClaimStatus.NEW:
             if claiming.transaction is not None:
                 delivery.inbox_claim = InboxClaim(claim, claiming.transaction)
             if claim.attempts:
@@ -514,7 +515,7 @@ def _complete(
             results.append(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer))
         return
     for (delivery, _), taken in zip(finished, answer, strict=True):
-        delivery.claim = None
+        delivery.claim = None if taken else _REFUSED
         results.append(delivery if taken else Skipped(delivery, SkipReason.STORE_FAILED, detail=_STALE))
 
 
