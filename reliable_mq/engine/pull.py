@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from reliable_mq.codec import RawDelivery
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
-    from reliable_mq.core.consumer.delivery import DeliveryState
     from reliable_mq.core.consumer.handler import Result
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.engine.consumer_options import ConsumerOptions
@@ -56,11 +55,11 @@ _REFUSALS = frozenset({403, 540})  # no permission to read; a stream, which has 
 class PulledDelivery(Delivery):
     """A delivery from ``get``, settled by its methods or at the end of its block."""
 
-    __slots__ = ("_delivered", "_settled", "_subscription")
+    __slots__ = ("_settled", "_subscription", "delivered")
 
     def __init__(self, delivery: Delivery, subscription: BasePullSubscription) -> None:
-        self._delivered = delivery
-        state, context = delivery.state, delivery.attempt_context
+        self.delivered = delivery  # the session's own, which may be pulled again and then has its failed attempts
+        context = delivery.attempt_context
         super().__init__(
             delivery.consumer_tag,
             delivery.delivery_tag,
@@ -71,28 +70,19 @@ class PulledDelivery(Delivery):
             delivery.body,
         )
         self._source = delivery.source
-        self.state, self.attempt_context = state, context
+        self.attempt_context = context
         self._failures = delivery.failures
         self._settled = False
         self._subscription = subscription
 
     @property
-    def state(self) -> DeliveryState:
-        """The state of the session's own delivery."""
-        return self._delivered.state
-
-    @state.setter
-    def state(self, state: DeliveryState) -> None:
-        self._delivered.state = state
-
-    @property
     def attempt_context(self) -> str | None:
         """The trace context of the session's own delivery."""
-        return self._delivered.attempt_context
+        return self.delivered.attempt_context
 
     @attempt_context.setter
     def attempt_context(self, context: str | None) -> None:
-        self._delivered.attempt_context = context
+        self.delivered.attempt_context = context
 
     def ack(self) -> None:
         """Ack the delivery. Does not wait for the broker.
@@ -101,15 +91,15 @@ class PulledDelivery(Delivery):
             StaleDelivery: If its channel is gone. The broker will deliver it again.
             UsageError: If it is already settled.
         """
-        self._subscription.settle(self, self)
+        self._subscription.settle(self, self.delivered)
 
     def retry(self, delay: Duration | None = None) -> None:
         """Retry the delivery later, like `RetryLater`. Raises the errors of `ack`."""
-        self._subscription.settle(self, Failed(self, describe(RetryLater(delay), time.time())))
+        self._subscription.settle(self, Failed(self.delivered, describe(RetryLater(delay), time.time())))
 
     def dead_letter(self, reason: str) -> None:
         """Dead-letter the delivery, like `DeadLetter`. Raises the errors of `ack`."""
-        self._subscription.settle(self, Failed(self, describe(DeadLetter(reason), time.time())))
+        self._subscription.settle(self, Failed(self.delivered, describe(DeadLetter(reason), time.time())))
 
     def requeue(self) -> None:
         """Requeue the delivery without counting an attempt. Raises the errors of `ack`."""
@@ -276,7 +266,7 @@ class BasePullSubscription(BaseSubscription):
             first, last = self._arrived[0], taken[-1]
             if (first.source, first.delivery_tag) == (last.source, last.delivery_tag):  # it was only copied until now
                 self._arrived.popleft()
-        self._arrived.extendleft(reversed(taken))
+        self._arrived.extendleft(one.delivered for one in reversed(taken))
         self._unsettled -= len(taken)
         taken.clear()
 
@@ -288,7 +278,7 @@ class BasePullSubscription(BaseSubscription):
             StaleDelivery: If its channel is gone.
         """
         reports: deque[Any] = self._requeued if result is None else self._results
-        report = delivery if result is None else result  # counted as stale by the session
+        report = delivery.delivered if result is None else result  # counted as stale by the session
         now = time.monotonic()
         try:
             with self._guard:

@@ -4,27 +4,64 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from reliable_mq import Queue
+from reliable_mq import Queue, RetryPolicy
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
-from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
-from reliable_mq.core.consumer.handler import Failed
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.engine.pull import PulledDelivery
-from tests.core.deliveries import delivery, failure
+from tests.core.deliveries import delivery
+
+
+class Puller:
+    """A caller of ``get``, one delivery at a time, on a session without a connection."""
+
+    def __init__(self, retry: RetryPolicy | None = None) -> None:
+        options = ConsumerOptions("amqp://localhost/", Queue("orders"), None, name="c", retry=retry or RetryPolicy())
+        self.session = options.new_session()
+        self.now = 0.0
+
+    def get(self) -> PulledDelivery:
+        [item] = self.session.poll(self.now).dispatch
+        return PulledDelivery(cast("Any", item), cast("Any", self))
+
+    def settle(self, _pulled: PulledDelivery, result: Any) -> None:
+        self.session.finished([result], self.now)
+        self.session.poll(self.now)
+
+    def time_out(self) -> None:
+        """Let the broker take back what was pulled, close the channel and deliver again."""
+        self.now += 100.0
+        self.session.timed_out(ConsumerTimeout(60.0), self.now, 0.0)
+        self.session.lost(1)
+
+    def deliver_again(self) -> None:
+        self.now += 100.0
+        self.session.opened(2, 1)
+        self.session.delivered([delivery(1, redelivered=True)], self.now)
 
 
 def test_a_pulled_delivery_that_timed_out_has_failed_once() -> None:
     """The late verdict belongs to the attempt that was counted as failed."""
-    session = ConsumerOptions("amqp://localhost/", Queue("orders"), None, name="c").new_session()
-    session.opened(1, 1)
-    session.delivered([delivery(1)], 0.0)
-    [item] = session.poll(0.0).dispatch
-    pulled = PulledDelivery(cast("Delivery", item), cast("Any", None))
-    assert pulled.state is DeliveryState.RUNNING
-    session.timed_out(ConsumerTimeout(60.0), 100.0, 0.0)
-    session.lost(1)
-    session.finished([Failed(pulled, failure())], 101.0)
-    assert (session.statistics.failed, session.statistics.stale) == (1, 1)
-    session.opened(2, 1)
-    session.delivered([delivery(1, redelivered=True)], 200.0)
-    assert [cast("Delivery", again).attempt for again in session.poll(200.0).dispatch] == [2]
+    puller = Puller()
+    puller.session.opened(1, 1)
+    puller.session.delivered([delivery(1)], puller.now)
+    pulled = puller.get()
+    puller.time_out()
+    pulled.retry()
+    assert (puller.session.statistics.failed, puller.session.statistics.stale) == (1, 1)
+    puller.deliver_again()
+    assert puller.get().attempt == 2
+
+
+def test_a_timeout_after_retries_counts_on() -> None:
+    puller = Puller(RetryPolicy(max_attempts=9, delays=(1.0,), backend="memory"))
+    puller.session.opened(1, 1)
+    puller.session.delivered([delivery(1)], puller.now)
+    for attempt in (1, 2, 3):
+        pulled = puller.get()
+        assert pulled.attempt == attempt
+        pulled.retry()
+        puller.now += 1.0
+    assert puller.get().attempt == 4
+    puller.time_out()
+    puller.deliver_again()
+    assert puller.get().attempt == 5
