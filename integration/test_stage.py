@@ -39,7 +39,7 @@ from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
 from reliable_mq.core.stage.envelope import marker, unstaged
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
-from reliable_mq.stage import MissingId
+from reliable_mq.stage import MissingId, StageOptions, StageRelay
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -79,6 +79,21 @@ def test_a_mark_that_could_be_text_is_recognized(any_vhost: VirtualHost, monkeyp
     assert [(mark.epoch, mark.is_marker) for mark in marks] == [
         (b"an epoch", is_marker) for is_marker in (True, False, True)
     ]
+
+
+@pytest.mark.parametrize("wait", [StageRelay.wait_active, StageRelay.wait_moved, StageRelay.wait_declared])
+def test_waits_for_a_relay_end_when_it_is_closed(wait: Callable[[StageRelay, float], object]) -> None:
+    """Another thread closes it, for example when a signal arrives."""
+    relay = StageRelay(StageOptions(url="amqp://guest:guest@127.0.0.1:1/", queue="orders", stage="orders.stage"))
+    relay.start()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(wait, relay, 2 * DEADLINE)
+        relay.close(0.0)
+        error = waiting.exception(DEADLINE)
+    if wait is StageRelay.wait_declared:
+        assert "was closed before its stage was declared" in str(error)
+    else:
+        assert not waiting.result()
 
 
 def test_a_new_stage_stays_new_for_the_next_epoch_and_relay(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:

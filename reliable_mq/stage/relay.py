@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import StageSession
 from reliable_mq.core.statistics import StageStatistics, StageStatus
-from reliable_mq.errors import BrokerUnavailable, ReliableMQError
+from reliable_mq.errors import BrokerUnavailable, ReliableMQError, UsageError
 from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import Reading, register
 from reliable_mq.settings import ConnectionSettings
@@ -30,7 +30,8 @@ class StageRelay:
     """A relay that moves a queue into a stage on a separate thread. Thread-safe.
 
     The constructor does not connect; `start` connects in the background. The relay reconnects automatically, and runs
-    once. A second relay of the same stage waits, and takes over when the first is gone.
+    once. A second relay of the same stage waits, and takes over when the first is gone. Every wait ends when the relay
+    is closed.
 
     Args:
         options: The options of the relay, including the queue and the stage.
@@ -79,9 +80,12 @@ class StageRelay:
 
         Raises:
             ReliableMQError: If the stage is not declared within ``timeout`` seconds, or cannot be.
+            UsageError: If the relay was closed before.
         """
         client = self._client
         if not self._wait_for(lambda: client.declared_at is not None, timeout):
+            if client.state is RelayState.ENDED:
+                raise UsageError(f"{self!r} was closed before its stage was declared")
             raise client.last_error or BrokerUnavailable(
                 f"stage {self._options.stage!r} was not declared within {timeout:g} s"
             )
@@ -132,7 +136,9 @@ class StageRelay:
     def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         client = self._client
         with client.changed:
-            client.changed.wait_for(lambda: client.error is not None or condition(), timeout)
+            client.changed.wait_for(
+                lambda: client.error is not None or client.state is RelayState.ENDED or condition(), timeout
+            )
             if client.error is not None:
                 raise client.error
             return condition()
