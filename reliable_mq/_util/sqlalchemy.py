@@ -41,6 +41,7 @@ __all__ = [
     "SyncTransactionRunner",
     "cancellable",
     "error_code",
+    "is_in_memory",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
     "transaction_at",
@@ -65,6 +66,11 @@ def error_code(error: Exception) -> str | int | None:
     if code is None and cause is not None and cause.args:
         code = cause.args[0]
     return code if isinstance(code, str | int) else None
+
+
+def is_in_memory(engine: Engine | AsyncEngine) -> bool:
+    """Return whether an engine is of a SQLite database without a file."""
+    return engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:")
 
 
 def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:

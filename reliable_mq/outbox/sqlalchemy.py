@@ -27,6 +27,7 @@ from reliable_mq._util.sqlalchemy import (
     AsyncTransactionRunner,
     SyncTransactionRunner,
     error_code,
+    is_in_memory,
     refuse_autocommit,
     refuse_connection_in_autocommit,
 )
@@ -150,6 +151,10 @@ class SQLAlchemyOutbox:
     ) -> None:
         if not isinstance(engine, (Engine, AsyncEngine)):
             raise ConfigurationError(f"engine must be an Engine or an AsyncEngine of SQLAlchemy, not {engine!r}")
+        if isinstance(engine, AsyncEngine) and is_in_memory(engine):
+            raise ConfigurationError(
+                "engine is of a database in memory, which the outbox's own connections would not see; use a file"
+            )
         refuse_autocommit(engine, "a message would stay where its transaction is rolled back")
         if not isinstance(table, str) or not table:
             raise ConfigurationError(f"table must be text that is not empty, not {table!r}")

@@ -35,6 +35,7 @@ from reliable_mq._util.sqlalchemy import (
     CONFLICTS,
     cancellable,
     error_code,
+    is_in_memory,
     refuse_autocommit,
     refuse_connection_in_autocommit,
     transaction_at,
@@ -82,11 +83,8 @@ class _SQLAlchemyBase(SQLStoreBase):
     def __init__(self, engine: Engine | AsyncEngine, retention: Duration, timeout: Duration, table: str) -> None:
         dialect = _DIALECTS.get(engine.dialect.name)
         if dialect is None:
-            raise ConfigurationError(
-                f"engine is of {engine.dialect.name}, for which there is no store: use PostgreSQL, MariaDB, MySQL or "
-                "SQLite"
-            )
-        if engine.url.database in (None, "", ":memory:") and engine.dialect.name == "sqlite":
+            raise ConfigurationError(f"engine is of {engine.dialect.name}: use PostgreSQL, MariaDB, MySQL or SQLite")
+        if is_in_memory(engine):
             raise ConfigurationError("engine is of a database in memory; use MemoryStore, or a file")
         if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import create_engine, func, select
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from reliable_mq import ConfigurationError, Message, OutboxError, Publisher, UsageError
@@ -34,6 +35,13 @@ def test_a_file_outbox_refuses_wrong_arguments(arguments: dict[str, Any]) -> Non
     """Arguments are checked before a file is opened."""
     with pytest.raises(ConfigurationError):
         SQLiteOutbox(**arguments)
+
+
+@pytest.mark.parametrize("url", ["sqlite+aiosqlite://", "sqlite+aiosqlite:///:memory:"])
+def test_an_asyncio_engine_of_a_database_in_memory_is_refused(url: str) -> None:
+    """A relay has its own connections, and would never see the messages."""
+    with pytest.raises(ConfigurationError, match="in memory"):
+        SQLAlchemyOutbox(create_async_engine(url))
 
 
 @pytest.mark.parametrize("schema", [5, ""])
