@@ -13,13 +13,14 @@ import pytest
 
 from integration.support.allocations import Allocations
 from integration.support.publishing import Load, book, submit
-from reliable_mq import Message, PublishDisconnected, Publisher, PublishUnconfirmed, Queue
+from reliable_mq import Message, PublishDisconnected, Publisher, PublishUnconfirmed, Queue, TLSOptions
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from random import Random
 
+    from integration.support.certificates import Authority
     from reliable_mq import Confirmation
     from reliable_mq.testing import Audit, FaultProxyFactory, RabbitMQ, VirtualHost
 
@@ -228,12 +229,15 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
     checker.close()
 
 
+@pytest.mark.parametrize("secured", [False, True], ids=["plain", "tls"])
 def test_f09_sending_may_take_longer_than_the_confirm_timeout(
-    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, authority: Authority, secured: bool
 ) -> None:
-    proxy = fault_proxy(vhost.url)
+    own = authority.issue("proxy", "127.0.0.1")
+    proxy = fault_proxy(vhost.url, **({"cert_file": own.cert_file, "key_file": own.key_file} if secured else {}))
     proxy.throttle(2_500_000)  # and the buffers of the kernel hold some MB
-    with Publisher(proxy.url, topology=[ORDERS], confirm_timeout=4) as publisher:
+    tls = TLSOptions(ca_file=authority.file) if secured else None
+    with Publisher(proxy.url, tls=tls, topology=[ORDERS], confirm_timeout=4) as publisher:
         publisher.connect()
         started = time.monotonic()
         confirmation = submit(checker, publisher, "orders", bytes(15_000_000))

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import ssl
 import threading
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, MechanismNotOffered, link_error
-from reliable_mq.connection.aiormq_driver.link import Link, _Protocol
+from reliable_mq.connection.aiormq_driver.link import Link, LinkState, _Protocol
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.errors import BrokerUnavailable
@@ -176,6 +177,69 @@ def test_a_peer_gone_when_writing_resumes_is_lost_only_once() -> None:
             await asyncio.sleep(0)
         assert [type(error) for error in link.lost] == [ConnectionResetError]
         assert complaints == []
+
+    asyncio.run(main())
+
+
+class _Encrypting:
+    """asyncio's transport over TLS, which tells what it holds only after the one below has paused it."""
+
+    def __init__(self) -> None:
+        self.below = 0
+        self.held = 0
+        self.pieces: deque[bytes] = deque()
+
+    def write(self, data: bytes) -> None:
+        self.pieces.append(bytes(data))
+        if self.below:
+            self.held += len(data)
+        else:
+            self.below = len(data)
+
+    def drain(self) -> None:
+        self.below, self.held = self.held, 0
+
+    def get_write_buffer_size(self) -> int:
+        return self.held
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        pass
+
+
+def test_what_a_large_message_leaves_unsent_over_tls_is_told() -> None:
+    """The frames stay whole, because aiormq may write a heartbeat between two pieces."""
+
+    async def main() -> None:
+        drained: list[Link] = []
+        ended = asyncio.Event()
+        events: Any = SimpleNamespace(link_drained=drained.append, link_closed=lambda *_: ended.set())
+        settings = ConnectionSettings(endpoints=(ENDPOINT,), credentials=Credentials("guest", "guest"))
+        secrets = ConnectCredentials(settings.credentials, ssl.create_default_context())
+        link = Link(EventLoop(lambda error: pytest.fail(str(error))), ENDPOINT, settings, secrets, "name", events)
+        transport: Any = _Encrypting()
+        link._transport, link._state = transport, LinkState.OPEN
+        frame = b"\x03\0\x01" + (100_000).to_bytes(4, "big") + bytes(100_000) + b"\xce"
+        small = b"\x08\0\x01\0\0\0\0\xce"
+        link.write(frame * 20)
+        link.write(small)  # behind the rest of the message
+        sizes = [link.write_buffer_size()]
+        while link._kept:
+            assert not drained
+            transport.drain()
+            link._drained()
+            sizes.append(link.write_buffer_size())
+        assert drained == [link]
+        assert sizes == sorted(sizes, reverse=True)
+        assert len(set(sizes)) == len(sizes) > 4
+        assert sizes[0] > 15 * len(frame)
+        assert b"".join(transport.pieces) == frame * 20 + small
+        assert set(transport.pieces) == {frame, small}
+        link._state = LinkState.NEW
+        link.abort("the test is over")
+        await asyncio.wait_for(ended.wait(), 10)
 
     asyncio.run(main())
 

@@ -14,6 +14,7 @@ import pytest
 from pika.adapters.utils import connection_workflow as workflow
 
 from reliable_mq.connection.pika_driver import EventLoop, broker_error
+from reliable_mq.connection.pika_driver.connection import Connection
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import Endpoint
 
@@ -88,6 +89,21 @@ def test_only_the_broker_itself_can_refuse_for_good(code: int, text: str, opened
     error = broker_error(guess, ENDPOINT, (code, text), opened=opened)
     assert f"{code} {text}" in str(error)
     assert error.permanent is permanent
+
+
+def test_a_large_message_is_sent_over_tls_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TLS sends a piece or tells nothing of it, and the publisher must see that the network takes data."""
+    pieces: list[bytes] = []
+    monkeypatch.setattr(Connection, "_output_marshaled_frames", lambda _, frames: pieces.extend(map(bytes, frames)))
+    monkeypatch.setattr(Connection, "_is_active", lambda _: True)
+    connection = Connection.__new__(Connection)
+    connection._plaintext, connection._transport = False, None
+    data = bytes(range(256)) * 4000
+    connection.send(data)
+    assert b"".join(pieces) == data
+    assert len(pieces) > 10
+    connection.send(b"small")
+    assert pieces[-1] == b"small"
 
 
 class TestEventLoop:

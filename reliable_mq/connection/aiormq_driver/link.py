@@ -1,6 +1,9 @@
 """A link to a broker: a transport, and one task for aiormq's connection.
 
 The transport does not pass the frames of channels to aiormq.
+
+asyncio encrypts all that is written at once, and does not tell how much of that waits for the socket. So with TLS, the
+link keeps a large message until the transport takes more frames.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import asyncio
 import enum
 import socket
 import time
+from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +21,7 @@ import aiormq
 from reliable_mq._util.logs import demoted_driver_logs, get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import CodecError, InboundReader, methods
+from reliable_mq.codec.frames import FRAME_OVERHEAD
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import ChannelTable
@@ -88,6 +93,8 @@ class Link:
         self._channels = ChannelTable(self.write, self._reader)
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
+        self._kept: deque[memoryview] = deque()  # whole frames that the transport is yet to take
+        self._kept_bytes = 0
         self._state = LinkState.NEW
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
@@ -124,13 +131,33 @@ class Link:
     def write_buffer_size(self) -> int:
         """Return the number of bytes that the kernel has not accepted yet."""
         transport = self._open_transport
-        return TAKES_NOTHING if transport is None else transport.get_write_buffer_size()
+        return TAKES_NOTHING if transport is None else transport.get_write_buffer_size() + self._kept_bytes
 
     def write(self, data: bytes) -> None:
         """Send whole frames in one piece. Do nothing on a link that has ended."""
         transport = self._open_transport
-        if transport is not None:
+        if transport is None:
+            return
+        if self._context is None or not (self._kept or len(data) > _PAUSE_BYTES):
             transport.write(data)
+            return
+        self._kept.append(memoryview(data))
+        self._kept_bytes += len(data)
+        self._write_kept()
+
+    def _write_kept(self) -> None:
+        """Write kept frames until the transport reports later that it takes more."""
+        while self._kept and (transport := self._open_transport) is not None:
+            if transport.get_write_buffer_size() > _PAUSE_BYTES:
+                return
+            data = self._kept.popleft()
+            size = 0
+            while size < min(len(data), _RESUME_BYTES):  # whole frames: aiormq writes heartbeats in between
+                size += FRAME_OVERHEAD + int.from_bytes(data[size + 3 : size + 7], "big")
+            if size < len(data):
+                self._kept.appendleft(data[size:])
+            self._kept_bytes -= size
+            transport.write(data[:size])
 
     @property
     def _open_transport(self) -> asyncio.Transport | None:
@@ -298,7 +325,8 @@ class Link:
         self._end_now()
 
     def _drained(self) -> None:
-        if self._state is not LinkState.OVER:
+        self._write_kept()
+        if self._state is not LinkState.OVER and not self._kept:
             self._loop.guard(self._events.link_drained, self)
 
     def _received(self, data: bytes) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "connection_parameters"]
 
 _RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
+_TLS_BYTES = 64 * 1024  # to send at once over TLS
 _NO_CHANNEL = b"\0\0"
 
 
@@ -88,7 +89,8 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self.bytes_sent += taken
             rest = memoryview(data)[taken:]
         if rest:
-            self._output_marshaled_frames([rest])
+            pieces = [rest] if self._plaintext else _pieces(rest)
+            self._output_marshaled_frames(pieces)
 
     def buffered(self) -> int:
         return int(self._transport.get_write_buffer_size()) if self._is_active() else TAKES_NOTHING
@@ -187,6 +189,12 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self.abort(Aborted(f"what the broker sent cannot be decoded: {error!r}"))
         else:
             self._process_frame(value)
+
+
+def _pieces(data: bytes | memoryview) -> list[memoryview]:
+    """Cut data into pieces, because TLS does not tell that it has sent part of one."""
+    view = memoryview(data)
+    return [view[start : start + _TLS_BYTES] for start in range(0, len(view), _TLS_BYTES)]
 
 
 def connection_parameters(
