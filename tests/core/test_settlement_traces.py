@@ -13,7 +13,7 @@ from reliable_mq.codec import Properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
 from reliable_mq.core.retry.retry_headers import LONGEST_CONTEXT, encode_retry_headers
 from tests.core.deliveries import delivery, failure
@@ -81,6 +81,37 @@ def test_a_requeue_is_named() -> None:
     session.recalled([first, second])
     session.take_output(0.0)
     assert settled(session) == [("nack", [1], 2)]
+
+
+def test_an_ack_that_goes_before_a_requeue_is_named() -> None:
+    session = make()
+    first, second = begun(session, 2)
+    first.attempt_context = CONTEXT
+    session.finished([first, Skipped(second, SkipReason.CANCELLED)], 0.0)
+    session.take_output(0.0)
+    assert settled(session) == [("ack", [1], 1)]
+    session.take_output(10.0)
+    assert settled(session) == []
+
+
+def test_a_requeue_is_named_when_it_is_sent() -> None:
+    session = make()
+    [first] = begun(session, 1)
+    first.attempt_context = CONTEXT
+    session.finished([Skipped(first, SkipReason.CANCELLED)], 0.0)
+    session.lost(1)
+    session.take_output(10.0)
+    assert settled(session) == []
+
+
+def test_a_reject_on_a_lost_channel_is_not_named() -> None:
+    session = make(max_attempts=1, dead_letters=False)
+    [first] = begun(session, 1)
+    first.attempt_context = CONTEXT
+    session.finished([Failed(first, failure())], 0.0)
+    session.lost(1)
+    session.take_output(10.0)
+    assert settled(session) == []
 
 
 def test_a_lost_channel_settles_nothing() -> None:

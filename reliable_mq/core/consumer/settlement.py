@@ -293,7 +293,7 @@ class Settlement:
         self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []
         self._order = itertools.count()  # breaks ties in _held
         self._output: list[bytes] = []
-        self._requeued: list[int] = []  # delivery tags to requeue with the next output
+        self._requeued: list[Delivery] = []  # to requeue with the next output
         self._finished: dict[int, Delivery] = {}  # unacked deliveries with an `attempt_context`, by delivery tag
         self._settled: list[SettledDeliveries] = []
         self._flush = False  # whether all finished deliveries are acked with the next output
@@ -315,6 +315,7 @@ class Settlement:
         self._output.clear()
         self._requeued.clear()
         self._finished.clear()
+        self._settled.clear()
 
     def finish(self, deliveries: Sequence[Delivery], now: float, *, at_once: bool = False) -> int:
         """Ack deliveries, in time or ``at_once``. Return the number of unfinished ones."""
@@ -373,8 +374,7 @@ class Settlement:
         if self.source is not None and not self.automatic and self.stream_offset is None:
             keeps = self._lifecycle.keeps
             deliveries = [delivery for delivery in deliveries if not keeps(delivery.consumer_tag)]
-            self._requeued += [delivery.delivery_tag for delivery in deliveries]
-            self._record("nack", deliveries, len(deliveries))
+            self._requeued += deliveries
 
     def log(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
         self._log.append(LogEvent(kind, delivery, text))
@@ -401,9 +401,7 @@ class Settlement:
         acked = self.statistics.acked
         frames = self.acks.flush() if flush else self.acks.due(now, idle=idle)
         if frames and self.source is not None:
-            self._send_acks(self.source, frames)
-            if self._finished:
-                self._record_acks(frames, self.statistics.acked - acked)
+            self._send_acks(self.source, frames, self.statistics.acked - acked)
         if self._requeued and self.source is not None:
             self._send_requeued(self.source)
         if not self._output:
@@ -437,13 +435,17 @@ class Settlement:
         return True
 
     def _send_requeued(self, source: ChannelGeneration) -> None:
-        acks, nacks = self.acks.requeue(self._requeued)
-        self._requeued.clear()
-        self._send_acks(source, acks)
+        acked = self.statistics.acked
+        requeued, self._requeued = self._requeued, []
+        acks, nacks = self.acks.requeue([delivery.delivery_tag for delivery in requeued])
+        self._send_acks(source, acks, self.statistics.acked - acked)
         self._output.extend(encode_nack(source.channel, tag, multiple, requeue=True) for tag, multiple in nacks)
+        self._record("nack", requeued, len(requeued))
 
-    def _send_acks(self, source: ChannelGeneration, frames: Frames) -> None:
+    def _send_acks(self, source: ChannelGeneration, frames: Frames, total: int) -> None:
         self._output.extend(encode_ack(source.channel, tag, multiple) for tag, multiple in frames)
+        if frames and self._finished:
+            self._record_acks(frames, total)
 
     def _record_acks(self, frames: Frames, total: int) -> None:
         """Record the finished deliveries that these ack frames settle."""
