@@ -267,7 +267,8 @@ class DeadLetterQueue:
 
         Raises:
             ConfigurationError: If an argument is invalid. The message names it.
-            BrokerUnavailable: If the connection is lost and does not come back.
+            BrokerUnavailable: If the connection is lost and does not come back, or if nothing of a batch could be sent
+                within 60 s, as under an alarm of the broker.
             ConsumeError: If RabbitMQ does not deliver from this queue.
             StaleDelivery: If the connection was lost, and after the limit or the stop, replayed messages without a
                 message id may still be in the queue.

@@ -9,6 +9,7 @@ Invariants:
   needs a message id. Without one, the ack may have arrived, and the next delivery may be another message that is equal
   in every byte, so it is published, perhaps a second time. If no more is tried, the run fails instead.
 - A dead letter that could not be published is tried once and counted once in a run, whatever is lost in between.
+- A run ends if nothing of a batch could be sent within its time, because then nothing of the next could be either.
 - A run processes the messages that are in the queue when it begins. Later dead letters are left to the next run.
 - In any second, no more messages are published than the rate, even after idle time. For a rate that is not a whole
   number, for example 1.5, the limit is two in any 1.33 seconds. Only the excess of a wait is made up for.
@@ -32,7 +33,16 @@ from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.filter import Filter
 from reliable_mq.deadletters.message import DeadMessage
-from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, StaleDelivery
+from reliable_mq.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    ConsumeError,
+    PublishBlocked,
+    PublishError,
+    PublishUnconfirmed,
+    ReliableMQError,
+    StaleDelivery,
+)
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
@@ -71,6 +81,7 @@ class RateLimit:
 BATCH: Final = 200
 _FAILURES_KEPT: Final = 1000
 _GRACE: Final = 5.0  # seconds to wait for outstanding confirms when a run is interrupted
+_TOO_LATE: Final = (PublishBlocked, PublishUnconfirmed)
 _LOSSES: Final = 10  # lost channels in a row, without an ack in between
 
 #: Called with the number of messages read so far, and the total.
@@ -170,8 +181,8 @@ class Replay:
         """Run to the end. Blocks.
 
         Raises:
-            BrokerUnavailable: If the connection is lost and does not come back. The next run may replay dead letters
-                again that were confirmed but not acked.
+            BrokerUnavailable: If the connection is lost and does not come back, or if publishing is blocked. The next
+                run may replay dead letters again that were confirmed but not acked.
             ConsumeError: If RabbitMQ does not deliver from the queue.
             StaleDelivery: If the connection was lost before the acks of messages without an id were known to have
                 arrived, and no more is tried.
@@ -215,9 +226,9 @@ class Replay:
         reading = read_batches(self.channel, self._batch, self.guard, self._acked, self._total)
         while not self._enough and (found := next(reading, None)) is not None:
             messages, self._total = found
-            self._handle(messages)
             position = messages[-1].position
             self.report.examined = max(self.report.examined, position)
+            self._handle(messages)
             if self.progress is not None:
                 self.progress(position, self._total)
 
@@ -251,6 +262,12 @@ class Replay:
                 self._settle(done, confirmations, _GRACE)
             raise
         self._settle(done, confirmations, None)
+        errors = [confirmation.exception() for _message, confirmation in confirmations]
+        if errors and all(isinstance(error, _TOO_LATE) and not error.may_have_arrived for error in errors):
+            raise BrokerUnavailable(
+                f"the replay has ended, because the broker accepts no messages: none of {len(errors)} could be sent in "
+                "time. Does it have an alarm?"
+            ) from errors[0]
 
     def _submit(
         self, publisher: Publisher, messages: list[DeadMessage], confirmations: list[tuple[DeadMessage, Confirmation]]

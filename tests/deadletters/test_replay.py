@@ -14,7 +14,7 @@ from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter
 from reliable_mq.deadletters.replay import Replay, ReplayReport
-from reliable_mq.errors import PublishNacked, StaleDelivery
+from reliable_mq.errors import BrokerUnavailable, PublishNacked, PublishUnconfirmed, StaleDelivery
 
 
 class FakeChannel:
@@ -88,6 +88,26 @@ class InterruptedPublisher(FakePublisher):
         if not self.interrupted:
             self.interrupted = True
             raise KeyboardInterrupt
+
+
+class BlockedPublisher(FakePublisher):
+    """Sends the first messages, without a confirm, and then no more."""
+
+    def __init__(self, *, sends: int) -> None:
+        super().__init__(refuses="")
+        self._sends = sends
+
+    def submit(self, message: Message, **options: Any) -> Any:
+        super().submit(message, **options)
+        return FailedConfirmation(PublishUnconfirmed("no confirm in time", sent=self.submitted <= self._sends))
+
+
+class FailedConfirmation:
+    def __init__(self, error: PublishUnconfirmed) -> None:
+        self._error = error
+
+    def exception(self, _timeout: float | None = None) -> PublishUnconfirmed:
+        return self._error
 
 
 def replay(
@@ -188,6 +208,14 @@ def test_an_interrupt_ends_a_run_whose_channel_is_lost() -> None:
     with pytest.raises(KeyboardInterrupt):
         replay(channel, publisher, None, Target("", "orders"), report=report)
     assert (publisher.submitted, report.replayed, channel.acked) == (200, 200, 0)
+
+
+def test_a_run_ends_when_nothing_of_a_batch_could_be_sent() -> None:
+    """Otherwise each batch would wait for its deadline, for hours under an alarm of the broker."""
+    channel, publisher, report = FakeChannel(1000), BlockedPublisher(sends=1), ReplayReport()
+    with pytest.raises(BrokerUnavailable, match="none of 200 could be sent in time"):
+        replay(channel, publisher, None, Target("", "orders"), report=report)
+    assert (report.examined, publisher.submitted, report.failed, channel.acked) == (400, 400, 400, 0)
 
 
 def test_a_stop_interrupts_the_wait_for_the_rate() -> None:

@@ -44,7 +44,7 @@ from reliable_mq.cli.terminal import (
     product,
     say,
 )
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, ReliableMQError
 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadLetterQueue, Filter, ReplayReport
@@ -232,26 +232,33 @@ def replay(
     if as_published and (to is not None or exchange is not None):
         raise typer.BadParameter("--as-published names the target: leave out --to, or --exchange and --routing-key")
     store = imported_store(idempotency, idempotency_namespace)
-    from reliable_mq.deadletters import Target
+    from reliable_mq.deadletters import ReplayReport, Target
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
     hide_logs(unwatched_logger)
-    with (
-        _opened(url, queue) as dead,
-        interruptible("confirmed messages are out of the queue, all others are in it: run it again to continue"),
-        progress_bar("would replay" if dry_run else "replaying") as bar,
-    ):
-        report = dead.replay(
-            which,
-            to=to if exchange is None else Target(exchange, routing_key or ""),
-            as_published=as_published,
-            limit=limit,
-            rate=rate,
-            dry_run=dry_run,
-            idempotency=store,
-            idempotency_namespace=idempotency_namespace,
-            progress=bar,
-        )
+    report = ReplayReport()
+    try:
+        with (
+            _opened(url, queue) as dead,
+            interruptible("confirmed messages are out of the queue, all others are in it: run it again to continue"),
+            progress_bar("would replay" if dry_run else "replaying") as bar,
+        ):
+            dead.replay(
+                which,
+                to=to if exchange is None else Target(exchange, routing_key or ""),
+                as_published=as_published,
+                limit=limit,
+                rate=rate,
+                dry_run=dry_run,
+                idempotency=store,
+                idempotency_namespace=idempotency_namespace,
+                progress=bar,
+                report=report,
+            )
+    except ReliableMQError:
+        if report.examined:
+            _tell(report, dry_run=dry_run)
+        raise
     _tell(report, dry_run=dry_run)
     raise typer.Exit(0 if report.ok else 1)
 
