@@ -8,12 +8,12 @@ deleted with its last consumer), all messages are taken by ``basic.get``.
 
 Invariants:
 
-- A delivery is acked on its own channel or not at all.
+- A delivery is acked on its own channel or not at all. When `ack` returns, the queue has the acks: RabbitMQ's channel
+  holds back those beyond 32 commands to a quorum queue, and they end with it if its connection is lost.
 - When the channel or the process is lost, RabbitMQ requeues all unacked messages.
 - A channel is closed with unacked deliveries only on a classic queue, which has seen the acks by then.
-- When `finish` returns, the queue has seen every ack, and has the other messages back in their places. (RabbitMQ
-  replies for a queue before the queue itself has seen the acks. If the channel were closed before that, a quorum queue
-  would lose acks and put requeued messages elsewhere.)
+- When `finish` returns, the queue has the other messages back in their places. (RabbitMQ replies for a queue before the
+  queue itself has the requeued messages.)
 - Every delivery is in a batch or in the next one.
 """
 
@@ -161,16 +161,18 @@ class GetChannel(AdminChannel):
         """
         self._wait_ready()
         with self._lock:
-            source, self.left = self._source, 0
+            source = self._source
+            if not self._arrived:
+                self.left = 0
             if self._ready:
                 self._loss = None  # an earlier one
             if self._gone:
                 raise self._stale()
         if self._by_consumers:
-            if self._get(source, 1) and (wanted := min(most, self.left, self._fitting()) - 1):
+            if (self._arrived or self._get(source, 1)) and (wanted := min(most, self.left, self._fitting()) - 1):
                 self._consume(source, wanted)
-        else:
-            self._get(source, most)
+        elif missing := most - len(self._arrived):
+            self._get(source, missing)
         with self._lock:
             self._check(source)
             taken, self._arrived = self._arrived, []
@@ -178,7 +180,9 @@ class GetChannel(AdminChannel):
         return taken
 
     def ack(self, deliveries: Iterable[Delivery]) -> None:
-        """Ack deliveries, and wait until the broker has read the acks.
+        """Ack deliveries, and wait until the queue has the acks.
+
+        This also takes a message, for the next batch.
 
         Raises:
             StaleDelivery: If the channel was lost. Some of the deliveries may be redelivered.
@@ -187,8 +191,14 @@ class GetChannel(AdminChannel):
         with self._lock:
             self._check(source)  # sending would wait for another channel first
         given = [delivery for delivery in deliveries if delivery.source is source]
+        if not given:
+            return
         frames = [encode_ack(source.channel, delivery.delivery_tag, multiple=False) for delivery in given]
         self._send(source, b"".join(frames))
+        with self._lock:
+            self.left = 0
+        self._get(source, 1)  # the queue replies to this after the acks that it was sent
+        self._send(source, b"")  # RabbitMQ's channel sends the acks that it held back before it replies to this
         self._remove_unacked({delivery.delivery_tag for delivery in given})
 
     def finish(self) -> None:

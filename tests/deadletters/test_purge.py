@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
 
 from reliable_mq.codec import encode_nack
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue
@@ -137,3 +138,51 @@ def test_a_get_that_meets_a_loss_awaits_no_answer(lost_before: str, monkeypatch:
     with pytest.raises(StaleDelivery):
         channel.take(1)
     assert channel._outstanding == 0
+
+
+class AckedChannel(GetChannel):
+    """Records what is sent, and has one message for each get."""
+
+    def __init__(self) -> None:
+        super().__init__(parse_url("amqp://localhost"), QUEUE, name="test")
+        self._ready = True
+        self._loss_at_get: ConnectionLoss | None = None
+        self._tags = count(1)
+        self.steps: list[str] = []
+
+    def _wait_ready(self) -> None:
+        pass
+
+    def _send(self, source: ChannelGeneration, frames: bytes) -> None:
+        self.steps.append("acks" if frames else "check")
+
+    def _get(self, source: ChannelGeneration, most: int) -> bool:
+        self.steps.append(f"get {most}")
+        if self._loss_at_get is not None:
+            self.lost(1, self._loss_at_get)
+            self._check(source)
+        for _ in range(most):
+            self._outstanding += 1
+            self.got(Delivery("", next(self._tags), False, "", QUEUE, b"\0\0", b""), 9)
+        return True
+
+
+def test_an_ack_ends_when_the_queue_has_it() -> None:
+    """RabbitMQ's channel holds back acks beyond 32 of a quorum queue, and loses them if its connection is lost."""
+    channel = AckedChannel()
+    taken = channel.take(2)
+    channel.ack(taken)
+    assert channel.steps == ["get 2", "acks", "get 1", "check"]
+    following = channel.take(2)
+    assert (len(following), channel.left) == (2, 10)
+    assert channel.steps[4:] == ["get 1"]
+    channel.ack([])
+    assert len(channel.steps) == 5
+
+
+def test_an_ack_whose_channel_is_lost_before_the_queue_has_it() -> None:
+    channel = AckedChannel()
+    taken = channel.take(2)
+    channel._loss_at_get = ConnectionLoss(None, "reset", "connection", by_broker=False)
+    with pytest.raises(StaleDelivery):
+        channel.ack(taken)
