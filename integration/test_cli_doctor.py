@@ -197,7 +197,11 @@ def test_permissions_are_told_without_the_management_api(any_vhost: VirtualHost)
         ("read", "queue 'orders': may be consumed", "ok"),
         ("configure", "queue 'mine': may be declared", "ok"),
         ("read", "queue 'mine': may not be consumed", "warning"),
-        ("write", "the default exchange (amq.default) may not be published to, so no queue by its name", "warning"),
+        (
+            "write",
+            "the default exchange (amq.default): may not be published to, so queues cannot be addressed by name",
+            "warning",
+        ),
     ]
     assert about(findings, "management API")["status"] == "not checked"
 
@@ -266,8 +270,8 @@ def test_an_alarm_is_seen_with_and_without_the_management_api(
     ("name", "trusted", "status", "text"),
     [
         ("localhost", True, "warning", "certificate and host name verified; it expires on"),
-        ("other.example", True, "problem", "does not verify: Hostname mismatch"),
-        ("localhost", False, "problem", "does not verify"),
+        ("other.example", True, "problem", "cannot be verified: Hostname mismatch"),
+        ("localhost", False, "problem", "cannot be verified"),
     ],
 )
 def test_tls_is_verified_and_dated(

@@ -235,7 +235,7 @@ def _check_unknown(name: str) -> Iterator[ArgumentProblem]:
         yield ArgumentProblem(name, text, f"write {close[0]}", certain=True)
     elif name.startswith("x-"):
         yield ArgumentProblem(
-            name, "is not known to RabbitMQ, which ignores it", "look for its name, unless a plugin of yours reads it"
+            name, "is not known to RabbitMQ, which ignores it", "check its spelling, unless a plugin uses it"
         )
 
 
@@ -244,12 +244,14 @@ def _check_version(argument: Argument, version: tuple[int, ...] | None) -> Itera
     if version and version < argument.since:
         since = ".".join(map(str, argument.since))
         yield ArgumentProblem(
-            name, f"is of RabbitMQ {since} and newer; this broker takes it and does nothing", f"upgrade, or drop {name}"
+            name,
+            f"requires RabbitMQ {since} or newer; this broker accepts and ignores it",
+            f"upgrade, or remove {name}",
         )
     if argument.until and (version or _OLDEST) >= argument.until:
         until = ".".join(map(str, argument.until))
         yield ArgumentProblem(
-            name, f"does nothing from RabbitMQ {until} on, or is refused", f"drop it: {argument.instead}"
+            name, f"is ignored or refused by RabbitMQ {until} and newer", f"remove it: {argument.instead}"
         )
 
 
@@ -258,7 +260,7 @@ def _check_value(argument: Argument, value: object, queue_type: str) -> Iterator
     if values and value not in values:
         close = get_close_matches(str(value), values, 1)
         guess = f": did you mean {close[0]!r}?" if close else ""
-        yield ArgumentProblem(name, f"cannot be {value!r}{guess}", f"it is one of {', '.join(values)}", certain=True)
+        yield ArgumentProblem(name, f"cannot be {value!r}{guess}", f"use one of {', '.join(values)}", certain=True)
     if name == "x-overflow" and value == "reject-publish-dlx" and queue_type == "quorum":
         yield ArgumentProblem(
             name, "cannot be reject-publish-dlx on a quorum queue", "use reject-publish", certain=True
@@ -276,67 +278,67 @@ def _at_least_once(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if given.get("x-dead-letter-strategy") != "at-least-once" or given["x-queue-type"] != "quorum":
         return
     if "x-dead-letter-exchange" not in given:
-        text = "at-least-once needs a dead-letter exchange, and there is none"
-        yield ArgumentProblem("x-dead-letter-strategy", text, "give x-dead-letter-exchange (a policy can, too)")
+        text = "at-least-once requires a dead-letter exchange"
+        yield ArgumentProblem("x-dead-letter-strategy", text, "set x-dead-letter-exchange, here or in a policy")
     if given.get("x-overflow") != "reject-publish":
-        text = "at-least-once is not in effect without x-overflow=reject-publish; RabbitMQ says so in its log only"
-        yield ArgumentProblem("x-dead-letter-strategy", text, "give x-overflow=reject-publish", certain=True)
+        text = "at-least-once is not in effect without x-overflow=reject-publish; RabbitMQ reports this only in its log"
+        yield ArgumentProblem("x-dead-letter-strategy", text, "set x-overflow=reject-publish", certain=True)
 
 
 def _delivery_limit(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limit = given.get("x-delivery-limit")
     if isinstance(limit, int) and limit >= 0 and "x-dead-letter-exchange" not in given:
         text = (
-            f"drops a message after {limit + 1} deliveries, because there is no dead-letter exchange; lost connections "
-            "count"
+            f"drops a message after {limit + 1} deliveries, including those that a lost connection ended, "
+            "because there is no dead-letter exchange"
         )
-        yield ArgumentProblem(
-            "x-delivery-limit", text, "give x-dead-letter-exchange, or -1 and a retry policy that counts"
-        )
+        yield ArgumentProblem("x-delivery-limit", text, "set x-dead-letter-exchange, or use -1 and a retry policy")
 
 
 def _routing_key(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if given.get("x-dead-letter-exchange") == "" and "x-dead-letter-routing-key" not in given:
         text = (
-            "is the default exchange and there is no x-dead-letter-routing-key: dead letters go to queues named as "
-            "their own routing keys, often this one, where such a cycle ends in dropping them"
+            "is the default exchange and there is no x-dead-letter-routing-key: dead letters go to the queue named "
+            "like their own routing key, often this queue itself, which drops them in such a cycle"
         )
         yield ArgumentProblem(
-            "x-dead-letter-exchange", text, "give x-dead-letter-routing-key, the name of a dead-letter queue"
+            "x-dead-letter-exchange", text, "set x-dead-letter-routing-key to the name of a dead-letter queue"
         )
 
 
 def _length(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limits = [name for name in ("x-max-length", "x-max-length-bytes") if name in given]
     if limits and given["x-queue-type"] != "stream" and "x-overflow" not in given:
-        text = "drops the oldest messages when it is reached, confirmed ones too, because x-overflow is not set"
+        text = "drops the oldest messages when it is reached, including confirmed ones, because x-overflow is not set"
         yield ArgumentProblem(
-            limits[0], text, "give x-overflow=reject-publish: a full queue then nacks; or drop-head, if it is meant"
+            limits[0],
+            text,
+            "set x-overflow=reject-publish, so that a full queue nacks, or drop-head, if this is intended",
         )
 
 
 def _head_blocking(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     if "x-message-ttl" in given and "x-max-priority" in given:
-        text = "expires messages at the head only: one of a high priority that is not due holds up all that are"
-        yield ArgumentProblem("x-message-ttl", text, "give it up, or x-max-priority")
+        text = "expires messages only at the head of the queue: a message of a high priority can hold up expired ones"
+        yield ArgumentProblem("x-message-ttl", text, "remove x-message-ttl or x-max-priority")
 
 
 def _expiry(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     expires, ttl = given.get("x-expires"), given.get("x-message-ttl")
     if isinstance(expires, int) and isinstance(ttl, int) and expires <= ttl:
-        text = "deletes the unused queue with its messages before x-message-ttl lets them expire: none is dead-lettered"
-        yield ArgumentProblem("x-expires", text, "make it longer than x-message-ttl, or leave it out")
+        text = "deletes an unused queue before x-message-ttl expires its messages: they are dropped, not dead-lettered"
+        yield ArgumentProblem("x-expires", text, "make it longer than x-message-ttl, or remove it")
 
 
 def _delayed_retry(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     shortest, longest = given.get("x-delayed-retry-min"), given.get("x-delayed-retry-max")
     if isinstance(shortest, int) and isinstance(longest, int) and shortest > longest:
         yield ArgumentProblem(
-            "x-delayed-retry-min", f"({shortest}) is above x-delayed-retry-max ({longest})", "swap", certain=True
+            "x-delayed-retry-min", f"({shortest}) is above x-delayed-retry-max ({longest})", "swap them", certain=True
         )
     for name in ("x-delayed-retry-min", "x-delayed-retry-max"):
         if name in given and given.get("x-delayed-retry-type", "disabled") == "disabled":
-            yield ArgumentProblem(name, "does nothing without x-delayed-retry-type", "give x-delayed-retry-type=failed")
+            yield ArgumentProblem(name, "does nothing without x-delayed-retry-type", "set x-delayed-retry-type=failed")
 
 
 _Rule = Callable[[Mapping[str, object]], Iterator[ArgumentProblem]]

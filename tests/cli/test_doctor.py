@@ -87,9 +87,9 @@ def test_a_port_without_tls_is_told_from_a_bad_certificate() -> None:
 @pytest.mark.parametrize(
     ("url", "check", "fix"),
     [
-        ("amqp://u:p@localhost:15672", "login", "15672 is the management API's port: AMQP's is 5672"),
-        ("amqp://u:p@localhost:5671", "login", "write amqps://"),
-        ("amqp://u:p@localhost:5673", "login", "Is this port AMQP's"),
+        ("amqp://u:p@localhost:15672", "login", "15672 is the port of the management API. AMQP uses 5672"),
+        ("amqp://u:p@localhost:5671", "login", "Use amqps://"),
+        ("amqp://u:p@localhost:5673", "login", "Is this an AMQP port"),
         ("amqps://u:p@localhost:5672", "TLS", "5672 is the port without TLS"),
         ("amqps://u:p@localhost:5673", "TLS", "5671 by default"),
     ],

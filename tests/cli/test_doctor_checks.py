@@ -40,7 +40,7 @@ def test_since_4_3_only_reject_counts() -> None:
     assert "basic.nack does not" in found["retries"].text
     assert "consumer is cancelled" in found["consumer timeout"].text
     assert found["consumer timeout"].status is UNCHECKED
-    assert "up to a second" in found["new queues"].text
+    assert "within a second" in found["new queues"].text
 
 
 def test_on_4_0_to_4_2_nacks_count_and_the_default_limit_drops() -> None:
@@ -76,7 +76,7 @@ def test_heartbeats_that_are_too_short_or_too_long_are_warned_of(heartbeat: int,
     [
         ("Jun 26 21:41:46 2031 GMT", OK, "expires on 2031-06-26"),
         ("Jan 20 00:00:00 2026 GMT", WARNING, "in 19 days"),
-        (None, UNCHECKED, "not verified"),
+        (None, UNCHECKED, "neither the certificate nor its expiry date is verified"),
     ],
 )
 def test_a_certificate_that_expires_soon_is_warned_of(not_after: str | None, status: Status, text: str) -> None:
@@ -182,14 +182,14 @@ def test_a_policy_that_undoes_an_argument_is_named_in_the_fix() -> None:
     found = [each for each in examine(view, dead()) if each.status is not OK]
     assert [each.check for each in found] == ["dead letters", "length limit"]
     for each in found:
-        assert each.fix == "Take overflow out of the policy that matches this queue: it prevails over x-overflow."
+        assert each.fix == "Remove overflow from the policy that matches this queue: it overrides x-overflow."
 
 
 def test_a_policy_beside_no_argument_is_not_told_to_go() -> None:
     """Without the policy, the queue would still drop its oldest messages."""
     (found,) = examine(queue(delivery_limit=-1, policy={"overflow": "drop-head", "max-length": 5}))
     assert (found.status, found.check) == (PROBLEM, "length limit")
-    assert found.fix.startswith("x-overflow=reject-publish")
+    assert found.fix.startswith("Set x-overflow=reject-publish")
 
 
 @pytest.mark.parametrize("kind", ["rabbit_mqtt_qos0_queue", "MQTT QoS 0", "x-delayed"])
@@ -229,7 +229,7 @@ def binding(destination: str, key: str, source: str = "dlx") -> dict[str, Any]:
     [
         ("", "missing", [], (PROBLEM, "'missing' does not exist")),
         ("", None, [], (WARNING, "keep their routing keys")),
-        ("", "q", [], (WARNING, "come back to the queue itself")),
+        ("", "q", [], (WARNING, "return to the queue itself")),
         ("nowhere", "k", [], (PROBLEM, "'nowhere' does not exist")),
         ("dlx", "k", [], (PROBLEM, "nothing is bound")),
         ("dlx", "k", [binding("q.dead", "other")], (PROBLEM, "no binding")),
@@ -301,7 +301,7 @@ def test_unlimited_prefetch_and_automatic_acks_are_warned_of() -> None:
         {"queue": {"name": "other"}, "prefetch_count": 0, "ack_required": False},
     ]
     acks, prefetch = examine(queue(**SAFE), dead(), consumers=consumers)
-    assert acks.text.startswith("1 of 3 consumers acknowledge automatically")
+    assert acks.text.startswith("1 of 3 consumers use automatic acks")
     assert prefetch.text.startswith("1 of 3 consumers have an unlimited prefetch")
     assert acks.status is prefetch.status is WARNING
 
@@ -317,7 +317,7 @@ def test_waiting_dead_letters_are_reported_with_their_growth() -> None:
     sound, waiting = examine(queue(**SAFE), growing)
     assert sound.status is OK
     assert (waiting.subject, waiting.status) == ("queue 'q.dead'", WARNING)
-    assert "holds 12 messages and grows by 1.5 a second" in waiting.text
+    assert "holds 12 messages and grows by 1.5 messages per second" in waiting.text
     assert "grows" not in examine(queue(**SAFE), dead(messages=1))[1].text
 
 

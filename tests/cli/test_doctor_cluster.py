@@ -38,7 +38,7 @@ def copies(view: QueueView, of: tuple[dict[str, Any], ...] | None = nodes(*THREE
 
 def test_a_cluster_that_is_well_is_said_to_be() -> None:
     spread = [queue(node, leader=node) for node in THREE]
-    assert cluster(*spread) == [Finding(OK, "broker", "nodes", "all 3 run")]
+    assert cluster(*spread) == [Finding(OK, "broker", "nodes", "all 3 are running")]
     assert copies(spread[0]) == []
 
 
@@ -58,7 +58,7 @@ def test_nodes_that_may_not_be_read_are_said_to_be_unchecked() -> None:
 
 @pytest.mark.parametrize(
     ("down", "status", "text"),
-    [(THREE[:1], WARNING, "the others carry on"), (THREE[:2], PROBLEM, "no majority")],
+    [(THREE[:1], WARNING, "the others continue"), (THREE[:2], PROBLEM, "no majority")],
 )
 def test_nodes_that_are_down_are_named(down: tuple[str, ...], status: Status, text: str) -> None:
     (found,) = cluster(of=nodes(*THREE, down=down))
@@ -90,7 +90,7 @@ def test_leaders_that_are_all_on_one_node_are_warned_of(count: int, warned: bool
 
 
 @pytest.mark.parametrize("kind", ["quorum", "stream"])
-@pytest.mark.parametrize(("members", "text"), [(1, "disk"), (2, "one that dies stops the queue")])
+@pytest.mark.parametrize(("members", "text"), [(1, "disk"), (2, "if one of them dies, the queue stops")])
 def test_fewer_than_three_members_are_warned_of(kind: str, members: int, text: str) -> None:
     view = queue(kind=kind, members=THREE[:members], online=THREE[:members])
     snapshot = Snapshot({"q": view}, nodes=nodes(*THREE))
@@ -110,10 +110,10 @@ def test_two_members_of_two_nodes_are_all_there_can_be() -> None:
 @pytest.mark.parametrize(
     ("members", "online", "status", "text"),
     [
-        (3, 2, WARNING, "one more that dies stops it"),
+        (3, 2, WARNING, "if one more dies, the queue stops"),
         (3, 1, PROBLEM, "no majority"),
-        (5, 4, WARNING, "less to spare"),
-        (5, 3, WARNING, "one more that dies stops it"),
+        (5, 4, WARNING, "less redundancy"),
+        (5, 3, WARNING, "if one more dies, the queue stops"),
         (5, 2, PROBLEM, "no majority"),
         (2, 1, PROBLEM, "no majority"),
     ],

@@ -48,10 +48,10 @@ def test_the_topology_of_a_consumer_with_retries_is_well() -> None:
 @pytest.mark.parametrize(
     ("changed", "text"),
     [
-        ({"x-message-ttl": 1000}, "x-message-ttl is 1000, where a delay queue of this package has 10000"),
+        ({"x-message-ttl": 1000}, "x-message-ttl is 1000, but must be 10000 on this delay queue"),
         ({"x-message-ttl": None}, "x-message-ttl is None"),
-        ({"x-dead-letter-routing-key": "other"}, "messages do not come back"),
-        ({"x-dead-letter-strategy": None}, "a message is lost where its queue does not take it"),
+        ({"x-dead-letter-routing-key": "other"}, "messages do not return to their queue"),
+        ({"x-dead-letter-strategy": None}, "a message is lost if its queue does not accept it"),
         ({"x-overflow": "drop-head", "x-dead-letter-strategy": None}, "a message is lost"),
     ],
 )
@@ -79,8 +79,8 @@ def test_a_policy_that_shortens_the_delays_is_a_problem() -> None:
     delay = view(DELAY, effective_policy_definition={"message-ttl": 1000})
     (found,) = (each for each in examine(view(ORDERS), view(DEAD), delay) if each.status is not OK)
     assert (found.status, found.subject) == (PROBLEM, "queue 'orders.retry.10000'")
-    assert "x-message-ttl is 1000, where a delay queue of this package has 10000" in found.text
-    assert "Take message-ttl out of the policy" in found.fix
+    assert "x-message-ttl is 1000, but must be 10000 on this delay queue" in found.text
+    assert "Remove message-ttl from the policy" in found.fix
 
 
 def test_a_delay_queue_of_a_gone_queue_is_a_problem_unless_empty() -> None:
@@ -106,7 +106,7 @@ def test_a_delay_queue_that_somebody_consumes_from_is_a_problem() -> None:
 
 def test_what_has_expired_and_is_not_taken_is_told() -> None:
     found = examine(view(ORDERS), view(DEAD), view(DELAY, messages_dlx=7), names=("orders",))
-    assert "7 messages have expired, and queue 'orders' has not taken them yet" in found[-1].text
+    assert "7 messages have expired, but queue 'orders' has not accepted them yet" in found[-1].text
 
 
 def test_a_quarantine_that_nobody_consumes_from_is_warned_of() -> None:
@@ -132,16 +132,16 @@ def test_delays_that_are_mixed_in_one_queue_are_warned_of() -> None:
     route = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders"}
     mixed = view(Queue("shop-wait", dead_letter=None), changed=route)
     (found,) = [each for each in examine(view(ORDERS), view(DEAD), mixed) if each.check == "delay queue"]
-    assert "holds up all behind it" in found.text
+    assert "holds up all messages behind it" in found.text
 
 
 def test_dead_letters_that_wait_are_told_with_what_to_do() -> None:
     waiting = view(DEAD, messages=12, messages_details={"rate": 1.5})
     _, found = examine(view(ORDERS), waiting, names=("orders",))
-    assert "holds 12 messages and grows by 1.5 a second" in found.text
+    assert "holds 12 messages and grows by 1.5 messages per second" in found.text
     assert "reliable-mq dlq stats URL orders.dead" in found.fix
     (orphans, *_) = examine(waiting)
-    assert "queue 'orders', which they are to go back to, does not exist" in orphans.text
+    assert "queue 'orders', their probable origin, does not exist" in orphans.text
 
 
 def test_the_queues_of_a_shared_dead_letter_queue_exist() -> None:
@@ -161,8 +161,8 @@ def test_a_dead_letter_queue_that_loses_messages_is_warned_of() -> None:
         if each.check == "dead letters kept"
     ]
     assert [text.split(":")[0] for text in kept] == [
-        "dead letters are gone after 5 s (message TTL)",
-        "dead letters are gone after 5 s (message TTL)",
+        "dead letters are dropped after 5 s (message TTL)",
+        "dead letters are dropped after 5 s (message TTL)",
         "a delivery limit of 20",
     ]
 

@@ -43,13 +43,13 @@ _SOON: Final = 30  # minimum days until a certificate expires; below, it should 
 _LEADERS: Final = 3  # minimum leaders for a warning: fewer may be on one node by chance in a young cluster
 # Ports that users mistake for AMQP's.
 _PORTS: Final = {
-    port: f"{port} is {meaning}: AMQP's is 5672, and 5671 with TLS."
+    port: f"{port} is {meaning}. AMQP uses 5672, or 5671 with TLS."
     for port, meaning in {
-        1883: "MQTT's port",
+        1883: "the port of MQTT",
         5552: "the port of the stream protocol",
-        15672: "the management API's port",
+        15672: "the port of the management API",
         15692: "the port of Prometheus metrics",
-        61613: "STOMP's port",
+        61613: "the port of STOMP",
     }.items()
 }
 _BY_BROKER: Final = re.compile(r"by the broker: (?P<code>\d+) (?P<text>.*)", re.DOTALL)
@@ -77,7 +77,7 @@ def examine_host(settings: ConnectionSettings, endpoint: Endpoint) -> tuple[list
             entry = HostEntry(alone, channel.server, channel.frame_max)
     except (BrokerUnavailable, ConfigurationError) as error:
         return [*findings, _refused(settings, endpoint, error)], None
-    text = f"let in as {_user(settings)}, virtual host {settings.virtual_host!r}"
+    text = f"logged in as {_user(settings)}, virtual host {settings.virtual_host!r}"
     return [*findings, Finding(Status.OK, str(endpoint), "login", text)], entry
 
 
@@ -87,10 +87,10 @@ def _network(settings: ConnectionSettings, endpoint: Endpoint) -> Iterator[Findi
     try:
         connection = socket.create_connection((endpoint.host, endpoint.port), timeout)
     except OSError as error:
-        why = "no answer in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
-        fix = "Does the broker run, is the port right, does a firewall stand between?"
+        why = "no response in time" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        fix = "Is the broker running? Is the port correct? Does a firewall block it?"
         if isinstance(error, socket.gaierror):
-            fix = "Is the host name right, and does this machine's resolver know it?"
+            fix = "Is the host name correct? Can this machine resolve it?"
         yield Finding(Status.PROBLEM, host, "reachable", f"cannot be reached: {why}", fix)
         return
     with connection:
@@ -99,10 +99,12 @@ def _network(settings: ConnectionSettings, endpoint: Endpoint) -> Iterator[Findi
         if settings.tls is not None:
             yield _tls(settings.tls, endpoint, connection)
         elif endpoint.is_loopback:
-            yield Finding(Status.OK, host, "TLS", "none, and none needed: the connection does not leave this machine")
+            yield Finding(
+                Status.OK, host, "TLS", "not used, and not needed: the connection does not leave this machine"
+            )
         else:
-            text = "plaintext: whoever is on the way can read the password and every message, and change them"
-            fix = "Switch TLS on in the broker (listeners.ssl.default = 5671) and use amqps://."
+            text = "not used: anyone on the network path can read and change the password and every message"
+            fix = "Enable TLS in the broker (listeners.ssl.default = 5671), and use amqps://."
             yield Finding(Status.WARNING, host, "TLS", text, fix)
 
 
@@ -113,17 +115,17 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
         with context.wrap_socket(connection, server_hostname=server_hostname(options, endpoint.host)) as wrapped:
             certificate, version = wrapped.getpeercert() or {}, wrapped.version()
     except ssl.SSLCertVerificationError as error:
-        text = f"the certificate does not verify: {error.verify_message}"
+        text = f"the certificate cannot be verified: {error.verify_message}"
         fix = (
-            "Give the authority that signed it (cacertfile=... in the URL), or the name that it is for "
-            "(server_name_indication=...)."
+            "Set the certificate authority that signed it (cacertfile=... in the URL), or the host name that it was "
+            "issued for (server_name_indication=...)."
         )
         return Finding(Status.PROBLEM, host, "TLS", text, fix)
     except (OSError, ConfigurationError) as error:
         text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
-        fix = "Does the broker speak TLS on this port (5671 by default), and accept this client's certificate?"
+        fix = "Does the broker use TLS on this port (5671 by default)? Does it accept this client's certificate?"
         if endpoint.port == _PLAIN_PORT:
-            fix = "5672 is the port without TLS: that with it is 5671 (listeners.ssl.default = 5671 in the broker)."
+            fix = "5672 is the port without TLS. Use 5671 (listeners.ssl.default = 5671 in the broker)."
         return Finding(Status.PROBLEM, host, "TLS", f"the handshake failed: {text}", _PORTS.get(endpoint.port, fix))
     return remaining_validity(host, version or "TLS", certificate.get("notAfter"), datetime.now(UTC))
 
@@ -134,12 +136,16 @@ def remaining_validity(host: str, version: str, not_after: object, now: datetime
     `not_after` has the format of Python's ssl, e.g. ``"Jun 26 21:41:46 2031 GMT"``. `version` is the version of TLS.
     """
     if not isinstance(not_after, str):
-        return Finding(Status.UNCHECKED, host, "TLS", f"{version}; the certificate is not verified, nor its expiry")
+        return Finding(
+            Status.UNCHECKED, host, "TLS", f"{version}; neither the certificate nor its expiry date is verified"
+        )
     expires = datetime.fromtimestamp(ssl.cert_time_to_seconds(not_after), UTC)
     days = (expires - now).days
-    text = f"{version}, certificate and host name verified; it expires on {expires:%Y-%m-%d}, in {days} days"
+    text = (
+        f"{version}, certificate and host name verified; the certificate expires on {expires:%Y-%m-%d}, in {days} days"
+    )
     if days < _SOON:
-        fix = "Renew it: when it has expired, no client that verifies can connect."
+        fix = "Renew it. After it expires, clients that verify it cannot connect."
         return Finding(Status.WARNING, host, "TLS", text, fix)
     return Finding(Status.OK, host, "TLS", text)
 
@@ -150,23 +156,23 @@ def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: ReliableMQ
     code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
     host = str(endpoint)
     if code == 403:
-        fix = "Check user and password. The user guest is let in from the broker's own machine only."
-        return Finding(Status.PROBLEM, host, "credentials", f"{_user(settings)} is not let in: {text}", fix)
+        fix = "Check the user and the password. By default, guest can log in only from the broker's own machine."
+        return Finding(Status.PROBLEM, host, "credentials", f"{_user(settings)} cannot log in: {text}", fix)
     if code == 530 and is_permanent(error):  # else a limit on the number of connections is reached
         virtual_host = settings.virtual_host
         fix = f"rabbitmqctl set_permissions -p {virtual_host!r} USER CONFIGURE WRITE READ"
         if "not found" in text:
-            fix = f"Is its name right? rabbitmqctl add_vhost {virtual_host!r} makes it."
+            fix = f"Is its name correct? Create it with: rabbitmqctl add_vhost {virtual_host!r}"
         return Finding(Status.PROBLEM, host, "virtual host", text, fix)
-    fix = "The broker's log says more. Is this port AMQP's, and not another's?"
+    fix = "See the broker's log. Is this an AMQP port?"
     if settings.tls is None and endpoint.port == _TLS_PORT:
-        fix = "5671 is the port for TLS: write amqps://."
+        fix = "5671 is the port for TLS. Use amqps://."
     return Finding(Status.PROBLEM, host, "login", text, _PORTS.get(endpoint.port, fix))
 
 
 def _user(settings: ConnectionSettings) -> str:
     if settings.mechanism == "EXTERNAL":
-        return "the user that the client's certificate names"
+        return "the user named in the client's certificate"
     credentials = settings.resolve_credentials()
     return "nobody" if credentials is None else f"user {credentials.username!r}"
 
@@ -180,7 +186,7 @@ def examine_version(server: ServerInfo) -> Iterator[Finding]:
     version = server.version_tuple
     name = f"{server.product or 'an unnamed broker'} {server.version}"
     if server.product != "RabbitMQ" or not version:
-        text = f"{name}: what it does with retries, poison messages and confirms is not known here"
+        text = f"{name}: not tested; its retries, poison messages and confirms may behave differently"
         yield Finding(Status.UNCHECKED, _BROKER, "version", text, "RabbitMQ 4.0 and newer are tested.")
         return
     yield _support(name, version)
@@ -195,19 +201,19 @@ def _support(name: str, version: tuple[int, ...]) -> Finding:
     fix = "Upgrade to RabbitMQ 4."
     if version >= (3, 12):
         text = (
-            f"{name}, which is not tested and no longer maintained: queues are declared without what it does not know "
-            "(x-delivery-limit=-1: its quorum queues have no limit by themselves)"
+            f"{name}, which is neither tested nor maintained any more: queues are declared without the arguments that "
+            "it does not know (such as x-delivery-limit=-1, but its quorum queues have no limit by default)"
         )
         return Finding(Status.WARNING, _BROKER, "version", text, fix)
-    return Finding(Status.PROBLEM, _BROKER, "version", f"{name}, which is older than anything supported here", fix)
+    return Finding(Status.PROBLEM, _BROKER, "version", f"{name}, which is too old and not supported", fix)
 
 
 _UNREADABLE: Final = (
-    "no client can read it (30 minutes unless consumer_timeout is set): for deliveries unacked that long "
+    "30 minutes, unless consumer_timeout is set; clients cannot read it. If a delivery is unacked longer, "
 )
 _KEEP_BELOW: Final = (
-    "Keep the longest handler, and all the delays that a message is held in the process, below it, and tell consumers "
-    "where it is not 30 minutes (consumer_timeout=...): they warn before it."
+    "A handler, and the delays for which a message is held in the process, must take less time. If it is not 30 "
+    "minutes, pass it to your consumers (consumer_timeout=...), which warn before it expires."
 )
 
 
@@ -226,57 +232,58 @@ _FACTS: Final = (
         "retries",
         (0,),
         Status.OK,
-        "basic.nack, basic.reject and lost connections all count against a delivery limit, where one is set",
+        "basic.nack, basic.reject and lost connections all count against a delivery limit, if one is set",
     ),
     _Fact(
         "retries",
         (4,),
         Status.OK,
         "basic.nack, basic.reject and lost connections all count against a quorum queue's delivery limit, and all "
-        "show in x-delivery-count; the retry policy counts for itself",
+        "increase x-delivery-count; a retry policy keeps its own count",
     ),
     _Fact(
         "retries",
         (4, 3),
         Status.OK,
-        "basic.reject and lost connections count against a quorum queue's delivery limit, basic.nack does not: a "
-        "consumer that nacks a poison message gets it forever; the retry policy counts for itself",
+        "basic.reject and lost connections count against a quorum queue's delivery limit, but basic.nack does not: a "
+        "consumer that nacks a poison message receives it forever; a retry policy keeps its own count",
     ),
     _Fact(
         "poison messages",
         (0,),
         Status.WARNING,
-        "quorum queues have no delivery limit unless told: a message that no consumer can process comes back forever",
-        "Consume with a retry policy, which dead-letters after its last attempt.",
+        "quorum queues have no delivery limit by default: a message that no consumer can process returns forever",
+        "Consume with a retry policy, which dead-letters a message after the last attempt.",
     ),
     _Fact(
         "poison messages",
         (4,),
         Status.OK,
-        "quorum queues have a delivery limit of 20 unless told otherwise; what reaches it is dropped where there is no "
-        "dead-letter exchange (see the queues); queues that reliable_mq declares have no limit (-1)",
+        "quorum queues have a delivery limit of 20 by default; a message that exceeds it is dropped if there is no "
+        "dead-letter exchange (see the queues below); queues that reliable_mq declares have no limit (-1)",
     ),
     _Fact(
         "consumer timeout",
         (0,),
         Status.UNCHECKED,
-        _UNREADABLE + "the channel is closed with 406, and everything unacked on it comes back",
+        _UNREADABLE + "the channel is closed with 406, and all its unacked deliveries are requeued",
         _KEEP_BELOW,
     ),
     _Fact(
         "consumer timeout",
         (4, 3),
         Status.UNCHECKED,
-        _UNREADABLE + "the consumer is cancelled, and suspended until it settles them (quorum queues only)",
+        _UNREADABLE
+        + "the consumer is cancelled, and gets no messages until it settles the delivery (quorum queues only)",
         _KEEP_BELOW,
     ),
     _Fact(
         "new queues",
         (0,),
         Status.OK,
-        "a quorum queue loses what was confirmed in it where the broker is killed up to a second after it was made; "
-        "publishers and consumers of reliable_mq allow for it where their own process has made the queue "
-        "(new_queue_grace), and cannot know of a queue that another process has made up to a second ago",
+        "if the broker is killed within a second after a quorum queue was declared, the queue and its confirmed "
+        "messages can be lost; reliable_mq allows for this (new_queue_grace) if the same process declared the queue, "
+        "but cannot know of a queue that another process declared less than a second ago",
     ),
 )
 
@@ -286,14 +293,14 @@ def examine_limits(settings: ConnectionSettings, frame_max: int) -> Iterator[Fin
     heartbeat = settings.heartbeat
     status, fix = Status.WARNING, "Use 10 to 20 s (heartbeat=... in the URL)."
     if heartbeat < _LEAST_HEARTBEAT:
-        text = "a busy peer is taken for a dead one"
+        text = "a busy peer can be mistaken for a dead one"
     elif heartbeat > _MOST_HEARTBEAT:
-        text = "a connection that is dead is noticed after more than two minutes"
+        text = "a dead connection is detected only after more than two minutes"
     else:
         status, fix = Status.OK, ""
-        text = f"a connection that is dead is noticed within {2 * heartbeat + 5} s"
+        text = f"a dead connection is detected within {2 * heartbeat + 5} s"
     yield Finding(status, _BROKER, "heartbeat", f"{heartbeat} s: {text}", fix)
-    text = f"{frame_max:,} bytes: the properties and headers of a message have to fit in one frame"
+    text = f"{frame_max:,} bytes: the properties and headers of a message must fit into one frame"
     yield Finding(Status.OK, _BROKER, "frame size", text)
 
 
@@ -303,17 +310,17 @@ def examine_alarms(api: ManagementAPI) -> Finding:
         api.get("health", "checks", "alarms")
     except ManagementError as error:
         if error.status != 503:
-            return Finding(Status.UNCHECKED, _BROKER, "alarms", f"the management API does not say: {error}")
-        fix = "Free memory or disk space on the node, or consume what is queued."
-        text = f"an alarm is in effect, publishers are blocked: {error}"
+            return Finding(Status.UNCHECKED, _BROKER, "alarms", f"the management API did not report them: {error}")
+        fix = "Free memory or disk space on the node, or consume the queued messages."
+        text = f"an alarm is in effect, and publishers are blocked: {error}"
         return Finding(Status.PROBLEM, _BROKER, "alarms", text, fix)
-    return Finding(Status.OK, _BROKER, "alarms", "none in effect: publishers are not blocked")
+    return Finding(Status.OK, _BROKER, "alarms", "none")
 
 
 def examine_cluster(settings: ConnectionSettings, snapshot: Snapshot) -> Iterator[Finding]:
     """Check nodes, hosts and leaders of a cluster. A single node has no findings."""
     if snapshot.nodes is None:
-        text = "whether this is a cluster, and whether its nodes run, could not be looked at"
+        text = "could not be checked: whether this is a cluster, and whether its nodes are running"
         yield Finding(Status.UNCHECKED, _BROKER, "nodes", text, "Give the user the tag 'monitoring'.")
         return
     if len(snapshot.nodes) < 2:
@@ -321,16 +328,16 @@ def examine_cluster(settings: ConnectionSettings, snapshot: Snapshot) -> Iterato
     yield from _nodes(snapshot.nodes)
     if len(settings.endpoints) == 1:
         text = (
-            f"the URL names one host of a cluster of {len(snapshot.nodes)} nodes: while that one is down, nobody "
-            "connects, though the others work on"
+            f"the URL names only one host of a cluster of {len(snapshot.nodes)} nodes: while it is down, "
+            "clients cannot connect, although the other nodes are running"
         )
-        fix = "Name all of them (amqp://user@one,two,three/), unless that host is a load balancer."
+        fix = "Name all of them (amqp://user@one,two,three/), unless the host is a load balancer."
         yield Finding(Status.WARNING, _BROKER, "hosts", text, fix)
     leaders = Counter(queue.node for queue in snapshot.queues.values() if queue.type in REPLICATED and queue.node)
     if len(leaders) == 1 and leaders.total() >= _LEADERS:
         ((node, count),) = leaders.items()
         text = f"all {count} leaders of quorum queues and streams are on {node}: it does the work of the whole cluster"
-        fix = "rabbitmq-queues rebalance all; and queue_leader_locator = balanced in rabbitmq.conf, for queues to come."
+        fix = "Run rabbitmq-queues rebalance all. For new queues, set queue_leader_locator = balanced in rabbitmq.conf."
         yield Finding(Status.WARNING, _BROKER, "leaders", text, fix)
 
 
@@ -338,15 +345,15 @@ def _nodes(nodes: tuple[Mapping[str, Any], ...]) -> Iterator[Finding]:
     down = sorted(str(node["name"]) for node in nodes if not node.get("running"))
     drained = sorted(str(node["name"]) for node in nodes if node.get("being_drained"))
     if not down and not drained:
-        yield Finding(Status.OK, _BROKER, "nodes", f"all {len(nodes)} run")
+        yield Finding(Status.OK, _BROKER, "nodes", f"all {len(nodes)} are running")
     if down:
         running = len(nodes) - len(down)
-        status, consequence = Status.WARNING, "the others carry on"
+        status, consequence = Status.WARNING, "the others continue"
         if 2 * running <= len(nodes):
             status, consequence = Status.PROBLEM, "no majority: quorum queues and streams confirm nothing"
-        text = f"{running} of {len(nodes)} run, not {', '.join(down)}: {consequence}"
-        fix = "Start it again; or take it out of the cluster, if it is gone: rabbitmqctl forget_cluster_node NODE."
+        text = f"{running} of {len(nodes)} are running, {', '.join(down)} not: {consequence}"
+        fix = "Start it again. If it is gone for good, remove it: rabbitmqctl forget_cluster_node NODE."
         yield Finding(status, _BROKER, "nodes", text, fix)
     if drained:
-        text = f"in maintenance: {', '.join(drained)}, which accepts no connections and leads no queue"
-        yield Finding(Status.WARNING, _BROKER, "nodes", text, "rabbitmq-upgrade revive, when it is done.")
+        text = f"in maintenance: {', '.join(drained)}; a node in maintenance accepts no connections and leads no queues"
+        yield Finding(Status.WARNING, _BROKER, "nodes", text, "After the maintenance, run rabbitmq-upgrade revive.")

@@ -29,18 +29,16 @@ from reliable_mq.topology.arguments import check_name
 
 __all__ = ["examine", "examine_permissions"]
 
-_NO_API: Final = (
-    "Switch on the plugin rabbitmq_management, give the user the tag 'monitoring', or give --management-url."
-)
+_NO_API: Final = "Enable the plugin rabbitmq_management, give the user the tag 'monitoring', or use --management-url."
 _ACCESS_REFUSED: Final = 403
 _EXPECTED: Final = frozenset({404, 406})
 # A broker that does not know queue types makes the queue; it is to be gone at once.
 _NO_TYPE: Final = {"x-queue-type": "no-such-type", "x-expires": 1}
 _NO_PRIORITY: Final = {"x-priority": "none"}
-_GRANT_CONFIGURE: Final = "Grant configure, or let somebody else declare and use plain names."
-_GRANT_READ: Final = "Grant read, if this user is to consume."
-_GRANT_WRITE: Final = "Grant write on amq.default, if this user is to publish to queues, and to retry or dead-letter."
-_UNSURE: Final = " (RabbitMQ says the same of a quorum queue whose leader does not respond)"
+_GRANT_CONFIGURE: Final = "Grant configure; or let another user declare the queues, and pass their names only."
+_GRANT_READ: Final = "Grant read, if this user consumes."
+_GRANT_WRITE: Final = "Grant write on amq.default, if this user publishes to queues, retries or dead-letters."
+_UNSURE: Final = " (RabbitMQ also reports this for a quorum queue whose leader does not respond)"
 _PATIENCE: Final = 5.0  # seconds for the broker to return one message
 
 
@@ -61,7 +59,7 @@ def examine(url: str, settings: ConnectionSettings, queues: Sequence[str], manag
         findings += found
         entries += [] if entry is None else [entry]
     if not entries:
-        text = "nothing else could be looked at: no host lets us in"
+        text = "not checked: no host could be logged in to"
         return sorted([*findings, Finding(Status.UNCHECKED, "broker", "everything", text)], key=_place)
     findings += _different_versions(entries)
     findings += examine_version(entries[0].server)
@@ -78,7 +76,13 @@ def _different_versions(entries: Sequence[HostEntry]) -> Iterator[Finding]:
     versions = sorted({entry.server.version for entry in entries})
     if len(versions) > 1:
         text = f"the hosts run different versions: {', '.join(versions)}"
-        yield Finding(Status.WARNING, "broker", "version", text, "Finish the upgrade; what follows is about the first.")
+        yield Finding(
+            Status.WARNING,
+            "broker",
+            "version",
+            text,
+            "Finish the upgrade. The findings below are about the first host.",
+        )
 
 
 def _by_management(
@@ -103,16 +107,16 @@ def _by_management(
             ]
     unseen = "alarms, the nodes of a cluster, and the arguments, policies and consumers of queues"
     return [
-        Finding(Status.UNCHECKED, "broker", "management API", f"{why}; {unseen} could not be looked at", fix),
+        Finding(Status.UNCHECKED, "broker", "management API", f"{why}; {unseen} could not be checked", fix),
         *_existence(entry, queues),
     ]
 
 
 def _answering(api: ManagementAPI) -> Finding:
     if not api.is_readable_on_the_way:
-        return Finding(Status.OK, "broker", "management API", f"answers at {api}")
-    text = f"answers at {api}, in plaintext: whoever is on the way could read the password just now"
-    return Finding(Status.WARNING, "broker", "management API", text, "Switch TLS on for it (management.ssl.port).")
+        return Finding(Status.OK, "broker", "management API", f"responds at {api}")
+    text = f"responds at {api}, without TLS: anyone on the network path could read the password that was just sent"
+    return Finding(Status.WARNING, "broker", "management API", text, "Enable TLS for it (management.ssl.port).")
 
 
 def _not_asked(api: ManagementAPI) -> tuple[str, str]:
@@ -120,10 +124,13 @@ def _not_asked(api: ManagementAPI) -> tuple[str, str]:
     if not api.is_there:
         return f"no management API was found at {api}", _NO_API
     fix = (
-        f"Give --management-url {api}, with http://user:password@... for a user of its own, to log in there all the "
-        "same, or the URL of one with a certificate (https)."
+        f"To log in there anyway, pass --management-url {api} (http://user:password@... for another user), or use an "
+        "API with a certificate (https)."
     )
-    return f"something answers at {api}, and was not sent the password: the address is a guess, and not secured", fix
+    return (
+        f"something responds at {api}, but was not sent the password: the address is a guess, and not secure",
+        fix,
+    )
 
 
 def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
@@ -132,13 +139,13 @@ def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
         with AdminChannel(entry.settings, name="reliable-mq doctor") as channel:
             counts = channel.counts(queues)
     except BrokerUnavailable as error:
-        fix = "Run it again; if that happens again, the broker's log says more."
+        fix = "Run doctor again. If the connection is lost again, see the broker's log."
         yield Finding(Status.PROBLEM, "queues", "exists", f"the connection was lost: {error}", fix)
         return
     for name, count in counts.items():
         subject = f"queue {name!r}"
         if isinstance(count, StepRefused):
-            fix = "Declare it, or look for a typing error; names are case-sensitive." if count.code == 404 else ""
+            fix = "Declare it, or check the spelling. Names are case-sensitive." if count.code == 404 else ""
             yield Finding(Status.PROBLEM, subject, "exists", f"{count.code} {count.text}", fix)
         else:
             doubt = _UNSURE if count.in_doubt else ""
@@ -162,7 +169,7 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
     findings = []
     with AdminChannel(settings, name="reliable-mq doctor") as channel:
         for name in queues or [made_up]:
-            subject = f"queue {name!r}" if queues else "queues that are not named in their permissions"
+            subject = f"queue {name!r}" if queues else "a queue with a random name"
             hint = "" if queues else " --queue NAME checks the queues that you use."
             for check, step, done, fix in (
                 ("configure", DeclareQueue(name, arguments=_NO_TYPE), "declared", _GRANT_CONFIGURE),
@@ -174,8 +181,8 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
                 elif reply is not None and reply.code in _EXPECTED:
                     findings.append(_finding(Status.OK, check, f"{subject}: may be {done}"))
                 else:
-                    outcome = "was let through" if reply is None else f"was answered with {reply}"
-                    findings.append(_unknown(check, f"an operation that only asks {outcome}"))
+                    outcome = "succeeded" if reply is None else f"failed with {reply}"
+                    findings.append(_unknown(check, f"an operation that RabbitMQ should refuse {outcome}"))
     return [*findings, *_write(url, made_up)]
 
 
@@ -192,8 +199,8 @@ def _finding(status: Status, check: str, text: str, fix: str = "") -> Finding:
 
 
 def _unknown(check: str, why: str) -> Finding:
-    fix = "rabbitmqctl list_permissions -p VIRTUAL_HOST tells it."
-    return _finding(Status.UNCHECKED, check, f"cannot be told: {why}", fix)
+    fix = "Run rabbitmqctl list_permissions -p VIRTUAL_HOST."
+    return _finding(Status.UNCHECKED, check, f"unknown: {why}", fix)
 
 
 def _write(url: str, nowhere: str) -> list[Finding]:
@@ -222,18 +229,18 @@ def _publish(publisher: Publisher, nowhere: str) -> Finding:
     try:
         publisher.publish(Message(b"", persistent=False), routing_key=nowhere, timeout=_PATIENCE)
     except PublishReturned:
-        return _finding(Status.OK, "write", "the default exchange may be published to")
+        return _finding(Status.OK, "write", "the default exchange: may be published to")
     except (PublishError, BrokerUnavailable) as error:
         if isinstance(error, PublishRefused) and error.reply_code == _ACCESS_REFUSED:
-            text = "the default exchange (amq.default) may not be published to, so no queue by its name"
+            text = "the default exchange (amq.default): may not be published to, so queues cannot be addressed by name"
             return _finding(Status.WARNING, "write", text, _GRANT_WRITE)
         return _unknown("write", str(error))
     return _unknown("write", "a message to a queue that does not exist was neither refused nor returned")
 
 
 def _blocked(reason: str) -> Finding:
-    text = f"publishing is blocked ({reason}): nothing is taken until the alarm is over"
-    fix = "Free memory or disk space on the broker's node, or consume what is queued."
+    text = f"publishing is blocked ({reason}): no message is accepted until the alarm is cleared"
+    fix = "Free memory or disk space on the broker's node, or consume the queued messages."
     return Finding(Status.PROBLEM, "broker", "blocked", text, fix)
 
 

@@ -195,8 +195,8 @@ class Snapshot:
     def _by_default_exchange(self, key: str | None) -> Route:
         if key is None:
             flaw = (
-                "dead letters keep their routing keys, and the default exchange takes them to queues of that name: "
-                "often this queue itself, where such a cycle ends in dropping them"
+                "dead letters keep their routing keys, and the default exchange routes them to queues with these "
+                "names: often to this queue itself, which drops them in such a cycle"
             )
             return Route(flaw=flaw)
         if key not in self.queues:

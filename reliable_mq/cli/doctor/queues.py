@@ -37,7 +37,7 @@ __all__ = [
 
 _COPIES: Final = 3  # enough copies to lose one
 _WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
-_AFRESH: Final = "Let it run empty and delete it: the next connect of a consumer declares it as it is to be."
+_AFRESH: Final = "Wait until it is empty, then delete it. A consumer declares it correctly when it connects next."
 
 
 def _warning(queue: QueueView, check: str, text: str, fix: str) -> Finding:
@@ -50,7 +50,7 @@ def _problem(queue: QueueView, check: str, text: str, fix: str) -> Finding:
 
 def _of_policy(argument: str) -> str:
     """Return the fix for an argument that a policy overrides."""
-    return f"Take {argument} out of the policy that matches this queue: it prevails over x-{argument}."
+    return f"Remove {argument} from the policy that matches this queue: it overrides x-{argument}."
 
 
 def _delay_queue(queue: QueueView) -> DelayQueue | None:
@@ -88,7 +88,7 @@ def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
         if queue.raw.get("durable", True) and not queue.raw.get("exclusive") and not queue.raw.get("auto_delete"):
             text = (
                 f"a classic queue, with its only copy on {queue.node or 'one node'} of {nodes}: while that node is "
-                "down nobody publishes or consumes, and without its disk the messages are gone"
+                "down, the queue is unavailable, and if its disk is lost, so are the messages"
             )
             yield _warning(queue, "copies", text, 'Declare a quorum queue: Queue(..., type="quorum").')
         return
@@ -97,21 +97,21 @@ def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
         return
     if len(members) < min(_COPIES, nodes):
         means = (
-            "one that dies stops the queue" if len(members) > 1 else "without that node's disk its messages are gone"
+            "if one of them dies, the queue stops" if len(members) > 1 else "if its disk is lost, so are the messages"
         )
         text = f"{len(members)} of {nodes} nodes {'has' if len(members) == 1 else 'have'} a copy of it: {means}"
         program = "rabbitmq-queues add_member" if queue.type == "quorum" else "rabbitmq-streams add_replica"
-        yield _warning(queue, "copies", text, f"{program} QUEUE NODE, on one node more each.")
+        yield _warning(queue, "copies", text, f"Run {program} QUEUE NODE for each node to add.")
     away = sorted(members - online)
     if away:
         left = len(members) - len(away)
-        report, consequence = _warning, "it works, with less to spare"
+        report, consequence = _warning, "the queue works, with less redundancy"
         if 2 * left <= len(members):
             report, consequence = _problem, "no majority: nothing is confirmed or delivered"
         elif 2 * (left - 1) <= len(members):
-            consequence = "one more that dies stops it"
-        text = f"{left} of {len(members)} members are online, not {', '.join(away)}: {consequence}"
-        yield report(queue, "members", text, "Start these nodes, or take the members out and add others.")
+            consequence = "if one more dies, the queue stops"
+        text = f"{left} of {len(members)} members are online, {', '.join(away)} not: {consequence}"
+        yield report(queue, "members", text, "Start these nodes, or replace their members by members on other nodes.")
 
 
 def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
@@ -121,35 +121,33 @@ def examine_delay_queue(snapshot: Snapshot, queue: QueueView) -> Iterator[Findin
         yield from _mixed_delays(snapshot, queue)
         return
     if name.queue not in snapshot.queues:
-        text = (
-            f"its messages are to go back to queue {name.queue!r}, which does not exist: {queue.messages:,} wait for it"
-        )
-        fix = f"Declare {name.queue!r} again, and they go there; or delete the delay queue with what is in it."
+        text = f"its messages return to queue {name.queue!r}, which does not exist: {queue.messages:,} are waiting"
+        fix = f"Declare {name.queue!r} again, so that they return to it; or delete the delay queue with its messages."
         report = _problem if queue.messages else _warning
         yield report(queue, "delay queue", text, fix)
     for argument, (expected, meaning) in _expected(name).items():
         found = queue.argument(argument)
         if found != expected:
-            text = f"x-{argument} is {found!r}, where a delay queue of this package has {expected!r}: {meaning}"
+            text = f"x-{argument} is {found!r}, but must be {expected!r} on this delay queue: {meaning}"
             fix = _of_policy(argument) if queue.is_overridden(argument) else _AFRESH
             yield _problem(queue, "delay queue", text, fix)
     if snapshot.consumers_of(queue):
-        text = "somebody consumes from this delay queue: its messages do not wait, and do not come back"
-        yield _problem(queue, "delay queue", text, f"Stop that consumer; consume from {name.queue!r}.")
+        text = "this delay queue has a consumer: its messages do not wait, and do not return"
+        yield _problem(queue, "delay queue", text, f"Stop that consumer, and consume from {name.queue!r} instead.")
     expired = queue.raw.get("messages_dlx")
     if isinstance(expired, int) and expired:
-        text = f"{expired:,} messages have expired, and queue {name.queue!r} has not taken them yet"
-        fix = f"If this stays: is {name.queue!r} full (a length limit), or has it lost its nodes?"
+        text = f"{expired:,} messages have expired, but queue {name.queue!r} has not accepted them yet"
+        fix = f"If this continues: is {name.queue!r} full (a length limit), or are its nodes down?"
         yield _warning(queue, "delay queue", text, fix)
 
 
 def _expected(name: DelayQueue) -> dict[str, tuple[object, str]]:
     return {
-        "message-ttl": (name.milliseconds, "messages wait for another time than their name says"),
-        "dead-letter-exchange": ("", "messages do not come back"),
-        "dead-letter-routing-key": (name.queue, "messages do not come back"),
-        "dead-letter-strategy": ("at-least-once", "a message is lost where its queue does not take it"),
-        "overflow": ("reject-publish", "a message is lost where its queue does not take it"),
+        "message-ttl": (name.milliseconds, "messages do not wait as long as its name says"),
+        "dead-letter-exchange": ("", "messages do not return to their queue"),
+        "dead-letter-routing-key": (name.queue, "messages do not return to their queue"),
+        "dead-letter-strategy": ("at-least-once", "a message is lost if its queue does not accept it"),
+        "overflow": ("reject-publish", "a message is lost if its queue does not accept it"),
     }
 
 
@@ -158,10 +156,10 @@ def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
     waiting = queue.argument("dead-letter-exchange") is not None and queue.argument("message-ttl") is None
     if waiting and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
         text = (
-            "looks like a delay queue without x-message-ttl: where each message has an expiration of its own, one that "
-            "is not due holds up all behind it, since messages expire at the head only"
+            "looks like a delay queue without x-message-ttl: messages expire only at the head of a queue, so a message "
+            "with a long expiration holds up all messages behind it"
         )
-        fix = "Use one queue per delay, with x-message-ttl (a Consumer's RetryPolicy does)."
+        fix = "Use one queue per delay, with x-message-ttl, as a RetryPolicy does."
         yield _warning(queue, "delay queue", text, fix)
 
 
@@ -170,10 +168,12 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
     owner = queue.name.removesuffix(QUARANTINE_SUFFIX)
     if owner == queue.name or not queue.messages or snapshot.consumers_of(queue):
         return
-    text = f"{queue.messages:,} messages that may have killed their consumer wait here, and no consumer handles them"
+    text = f"{queue.messages:,} messages that may have killed their consumer are waiting, and no consumer handles them"
     if owner not in snapshot.queues:
-        text += f"; queue {owner!r}, whose consumer does, does not exist"
-    fix = f"Run a Consumer of {owner!r} that declares it (a Queue, not its name): it handles these one at a time."
+        text += f"; queue {owner!r}, whose consumer would, does not exist"
+    fix = (
+        f"Run a Consumer of {owner!r} that is given a Queue, not just a name: it handles these messages one at a time."
+    )
     yield _warning(queue, "quarantine", text, fix)
 
 
@@ -181,25 +181,25 @@ def examine_dead_letters(queue: QueueView, dead: frozenset[str], version: tuple[
     """Check that letters are kept in a dead-letter queue, and report waiting ones."""
     ttl = queue.argument("message-ttl")
     if ttl is not None and queue.argument("dead-letter-exchange") is None:
-        text = f"dead letters are gone after {int(ttl) / 1000:g} s (message TTL)"
-        yield _warning(queue, "dead letters kept", text, "Leave x-message-ttl out, unless that is meant.")
+        text = f"dead letters are dropped after {int(ttl) / 1000:g} s (message TTL)"
+        yield _warning(queue, "dead letters kept", text, "Remove x-message-ttl, unless this is intended.")
     limit = queue.delivery_limit(version)
     if queue.type == "quorum" and limit is not None and version < (4, 3):
         text = (
-            f"a delivery limit of {limit}: up to RabbitMQ 4.2 each browse of dead letters (reliable-mq dlq, the "
-            f"management UI) counts, and after {limit + 1} they are dropped"
+            f"a delivery limit of {limit}: up to RabbitMQ 4.2, each browse of dead letters (reliable-mq dlq, the "
+            f"management UI) counts, and after {limit + 1} of them the messages are dropped"
         )
-        yield _warning(queue, "dead letters kept", text, "Set delivery-limit -1 on it (by a policy).")
+        yield _warning(queue, "dead letters kept", text, "Set delivery-limit to -1 by a policy.")
     if not queue.messages:
         return
     text = f"a dead-letter queue that holds {queue.messages:,} messages"
     if queue.growth > 0:
-        text += f" and grows by {queue.growth:g} a second"
+        text += f" and grows by {queue.growth:g} messages per second"
     if queue.name not in dead:  # it is one by its name alone
-        text += f"; queue {queue.name.removesuffix(DEAD_SUFFIX)!r}, which they are to go back to, does not exist"
+        text += f"; queue {queue.name.removesuffix(DEAD_SUFFIX)!r}, their probable origin, does not exist"
     fix = (
-        f"reliable-mq dlq stats URL {queue.name}: what they died of, and when. Mend the cause, then dlq replay, or dlq "
-        "purge."
+        f"reliable-mq dlq stats URL {queue.name} shows why and when they died. Fix the cause, then use dlq replay or "
+        "dlq purge."
     )
     yield _warning(queue, "dead letters wait", text, fix)
 
@@ -228,7 +228,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         findings += examine_delay_queue(snapshot, snapshot.queues[name])
         findings += examine_quarantine(snapshot, snapshot.queues[name])
     if not names:
-        text = f"{quiet} of {len(snapshot.queues)} queues: nothing in their arguments or consumers loses messages"
+        text = f"{quiet} of {len(snapshot.queues)} queues: no messages are lost because of their arguments or consumers"
         findings.append(Finding(Status.OK, "queues", "arguments", text))
     return findings
 
@@ -270,12 +270,12 @@ def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
     for problem in lint_arguments(queue.raw.get("arguments") or {}, queue.type, version):
         argument = ARGUMENTS.get(problem.argument)
         if argument is None or not argument.with_policies:
-            fix = f"{problem.fix[0].upper()}{problem.fix[1:]}; an existing queue has to be deleted and declared again."
+            fix = f"{problem.fix[0].upper()}{problem.fix[1:]}; the existing queue must be deleted and declared again."
             yield _warning(queue, "arguments", f"{problem.argument} {problem.text}", fix)
 
 
 def _sound(queue: QueueView, route: Route | None) -> Finding:
-    text = f"{queue.type}, {queue.messages:,} messages; nothing in its arguments or consumers loses messages"
+    text = f"{queue.type}, {queue.messages:,} messages; no messages are lost because of its arguments or consumers"
     if route is not None:
         text += f"; dead letters go to {', '.join(map(repr, sorted(route.targets))) or 'an exchange'}"
     return Finding(Status.OK, f"queue {queue.name!r}", "arguments", text)
@@ -287,16 +287,16 @@ def _durability(queue: QueueView) -> Iterator[Finding]:
             kind, owner = (
                 ("exclusive", "connection") if queue.raw.get("exclusive") else ("auto-delete", "last consumer")
             )
-            text = f"{kind}, and it holds persistent messages: deleted with its {owner}, and they with it"
-            yield _warning(queue, kind, text, "Use a durable queue for what has to be kept.")
+            text = f"{kind}, but it holds persistent messages, which are deleted with the queue when its {owner} ends"
+            yield _warning(queue, kind, text, "Use a durable queue for messages that must be kept.")
     elif not queue.raw.get("durable", True):
-        text = "not durable: a restart of the broker deletes it with all its messages, persistent ones too"
-        fix = "Declare a quorum queue, or a durable classic one, and move the messages; RabbitMQ 4.3 refuses this kind."
+        text = "not durable: a restart of the broker deletes the queue with all its messages, including persistent ones"
+        fix = "Declare a quorum or durable classic queue, and move the messages. RabbitMQ 4.3 refuses such queues."
         yield _problem(queue, "durable", text, fix)
     expires = queue.argument("expires")
     if expires is not None:
-        text = f"x-expires: unused for {int(expires) / 1000:g} s it is deleted, with all its messages"
-        yield _warning(queue, "expires", text, "Leave x-expires to queues whose content may go.")
+        text = f"x-expires: after {int(expires) / 1000:g} s without use, the queue is deleted with all its messages"
+        yield _warning(queue, "expires", text, "Use x-expires only for queues whose messages may be lost.")
 
 
 def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, ...]) -> Iterator[Finding]:
@@ -305,9 +305,9 @@ def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, .
         own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
         text = (
             f"delivery limit {limit}{own} and no dead-letter exchange: a message is dropped after {limit + 1} "
-            "deliveries, and lost connections count"
+            "deliveries, including those that a lost connection ended"
         )
-        fix = "Give it a dead-letter exchange (a policy can), or x-delivery-limit=-1 and a retry policy that counts."
+        fix = "Set a dead-letter exchange (a policy can), or x-delivery-limit=-1, and consume with a retry policy."
         yield _problem(queue, "delivery limit", text, fix)
 
 
@@ -317,30 +317,30 @@ def _dead_lettering(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
     at_least_once = queue.type == "quorum" and queue.argument("dead-letter-strategy") == "at-least-once"
     if route.flaw:
-        fix = "Declare and bind what is missing, or correct the dead-letter exchange and routing key."
+        fix = "Declare and bind the missing queue or exchange, or correct the dead-letter exchange and routing key."
         if route.certain:
             result = "wait in this queue" if at_least_once and overflow == "reject-publish" else "are dropped"
             yield _problem(queue, "dead letters", f"{route.flaw}: dead letters {result}", fix)
         else:
             yield _warning(queue, "dead letters", route.flaw, fix)
     elif queue.name in route.targets:
-        text = "dead letters come back to the queue itself: what is rejected is delivered again forever"
-        yield _warning(queue, "dead letters", text, "Give it a dead-letter queue of its own.")
+        text = "dead letters return to the queue itself: a rejected message is redelivered forever"
+        yield _warning(queue, "dead letters", text, "Use a separate dead-letter queue.")
     if queue.type != "quorum":
         return
     if not at_least_once:
         text = (
-            "dead-lettered at most once: a message on its way to its dead-letter queue is lost when a node dies, or "
-            "where that queue does not take it"
+            "dead-lettered at most once: a message is lost if a node dies while the message is being moved, or if the "
+            "dead-letter queue does not accept it"
         )
-        fix = "x-dead-letter-strategy=at-least-once and x-overflow=reject-publish."
+        fix = "Set x-dead-letter-strategy=at-least-once and x-overflow=reject-publish."
         yield _warning(queue, "dead letters", text, fix)
     elif overflow != "reject-publish":
         text = (
-            f"at-least-once dead-lettering is asked for but not in effect, since the queue's overflow is {overflow}; "
-            "the broker says so in its log only"
+            f"at-least-once dead-lettering is set but not in effect, because the queue's overflow is {overflow}; the "
+            "broker reports this only in its log"
         )
-        fix = _of_policy("overflow") if queue.is_overridden("overflow") else "x-overflow=reject-publish beside it."
+        fix = _of_policy("overflow") if queue.is_overridden("overflow") else "Also set x-overflow=reject-publish."
         yield _warning(queue, "dead letters", text, fix)
 
 
@@ -351,10 +351,10 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
         return
     dropped = "dropped" if route is None else "dead-lettered"
     text = (
-        f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when it is full, the oldest messages are "
-        f"{dropped}, confirmed ones too"
+        f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when the queue is full, the oldest "
+        f"messages are {dropped}, including confirmed ones"
     )
-    fix = "x-overflow=reject-publish: a full queue then nacks, and the publisher knows."
+    fix = "Set x-overflow=reject-publish, so that a full queue nacks and the publisher knows."
     if queue.is_overridden("overflow"):
         fix = _of_policy("overflow")
     yield (_problem if route is None else _warning)(queue, "length limit", text, fix)
@@ -363,8 +363,8 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
 def _expiry(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     ttl = queue.argument("message-ttl")
     if ttl is not None and route is None:
-        text = f"message TTL of {int(ttl) / 1000:g} s and no dead-letter exchange: what is left then is dropped"
-        fix = "Give it a dead-letter exchange, unless that is meant."
+        text = f"message TTL of {int(ttl) / 1000:g} s and no dead-letter exchange: expired messages are dropped"
+        fix = "Set a dead-letter exchange, unless this is intended."
         yield _warning(queue, "message TTL", text, fix)
 
 
@@ -376,13 +376,13 @@ def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
     )
     if automatic:
         text = (
-            f"{automatic} of {len(consumers)} consumers acknowledge automatically: what is on its way to one, or in "
-            "it, when it dies is lost"
+            f"{automatic} of {len(consumers)} consumers use automatic acks: if one dies, the messages that it was "
+            "handling, or that were on the way to it, are lost"
         )
         yield _warning(queue, "acks", text, "Consume with manual acks.")
     if unlimited:
         text = (
-            f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): one is sent everything at "
-            "once, and when it dies all of that comes back, counted as delivered"
+            f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): such a consumer receives all "
+            "messages at once, and if it dies, all of them are requeued and count as delivered"
         )
         yield _warning(queue, "prefetch", text, "Set a prefetch of 100 to 300.")
