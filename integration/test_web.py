@@ -391,6 +391,7 @@ def test_hostile_messages_run_no_script(vhost: VirtualHost, browser: Browser) ->
             user.page.goto(link)
             pages += 1
             assert user.page.locator("table.letters tbody tr").count() == 2
+            assert user.page.evaluate(too_wide) <= 0, link
         user.go(LETTERS).get_by_role("button", name=f"Replay all {len(messages)}…").click()
         user.page.get_by_role("button", name="Replay", exact=True).click()
         user.wait_until_idle()
@@ -603,7 +604,7 @@ def test_a_page_says_its_server_is_gone_and_goes_on_afterwards(vhost: VirtualHos
         process.kill()
         user.page.locator("#silent").wait_for()
         with started(vhost, DEAD, "--port", str(urlsplit(address).port)):
-            user.wait_for_text("This operation is not kept any more.")
+            user.wait_for_text("This operation is no longer kept.")
 
 
 def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:

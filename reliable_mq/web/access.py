@@ -73,11 +73,11 @@ class Guard:
             raise ConfigurationError(f"allowed_hosts must be a collection: write [{hosts!r}]")
         if token is not None and len(token) < SHORTEST_TOKEN:
             raise ConfigurationError(
-                f"token has {len(token)} characters, and needs {SHORTEST_TOKEN} at least: "
+                f"token has {len(token)} characters, but needs at least {SHORTEST_TOKEN}: "
                 'python -c "import secrets; print(secrets.token_urlsafe())" prints one'
             )
         if token is not None and user is not None:
-            raise ConfigurationError("token and user contradict each other: give one of them")
+            raise ConfigurationError("give either token or user, not both")
         if user is not None and not callable(user):
             raise ConfigurationError(f"user must be a function of the request, not {user!r}")
         if is_coroutine_function(user):
@@ -155,7 +155,7 @@ class Guard:
             return PlainTextResponse("method not allowed\n", 405, {"Allow": "GET, HEAD, POST"})
         named = headers.getlist("host")
         if len(named) != 1 or _host(named[0]) not in self._hosts:
-            return _refused("the Host header names no allowed host: see allowed_hosts (--allowed-host)", 421)
+            return _refused("the Host header is not an allowed host: see allowed_hosts (--allowed-host)", 421)
         site = headers.get("sec-fetch-site")
         if request.method == "POST":
             same = site == "same-origin" if site is not None else "origin" in headers
@@ -174,7 +174,7 @@ class Guard:
         if user is not None or (self.has_token and path.startswith(_OPEN)):
             return None
         if not self.has_token:
-            return _refused("this page is for its own machine, or for users that its service knows")
+            return _refused("this page serves only its own machine, or users that its service admits")
         by_browser = request.method == "GET" or request.headers.get("sec-fetch-mode") == "navigate"
         if by_browser and "hx-request" not in request.headers:
             return RedirectResponse(f"{request.scope.get('root_path', '')}/sign-in", 303)

@@ -48,7 +48,7 @@ class Fields:
                 text, keep_blank_values=True, errors="surrogateescape", max_num_fields=_MOST_FIELDS, separator="&"
             )
         except ValueError as error:
-            raise ConfigurationError(f"a form has {_MOST_FIELDS} fields at most") from error
+            raise ConfigurationError(f"a form has at most {_MOST_FIELDS} fields") from error
 
     def get(self, name: str, default: str = "") -> str:
         """Return the last value of a field, without surrounding spaces."""
@@ -95,7 +95,7 @@ class Choice:
         """
         for name, _ in fields.pairs:
             if name not in FIELDS and name not in others:
-                raise ConfigurationError(f"{name!r} is no field of a filter: the fields are {', '.join(FIELDS)}")
+                raise ConfigurationError(f"{name!r} is not a field of a filter: the fields are {', '.join(FIELDS)}")
         return cls.of_pairs(fields.pairs)
 
     @classmethod

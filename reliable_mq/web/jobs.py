@@ -115,7 +115,7 @@ class Job:
             self.error = f"{error.filename or self.kind}: {error.strerror or error}"
         except BaseException as error:  # the next operation on the queue needs the thread
             logger.exception("the %s of queue %r failed", self.kind, self.queue)
-            self.error = f"{shown(error)} (a flaw in reliable_mq, or in the service's own store or credentials)"
+            self.error = f"{shown(error)} (a bug in reliable_mq, or in the service's own store or credentials)"
         finally:
             self.end(state)
 
@@ -144,14 +144,14 @@ class Jobs:
         """
         with self._lock:
             if self._closed:
-                raise UsageError("the page is being shut down: nothing new begins")
+                raise UsageError("the page is being shut down: no new operation can start")
             line = self._lines.get(job.queue)
             if line is not None and len(line) >= _WAITING:
                 raise UsageError(f"{len(line)} operations wait for queue {job.queue!r}: try again when they have ended")
             if job.kind == "export":
                 exports = sum(one.kind == "export" and not one.is_over for one in self._all.values())
                 if exports >= _EXPORTS:
-                    raise UsageError(f"{exports} exports are going on: try again when one has ended")
+                    raise UsageError(f"{exports} exports are running: try again when one has ended")
             self._all[job.id] = job
             self._forget_old()
             if line is not None:

@@ -216,8 +216,8 @@ class Pages:
             typed = fields.typed("name")
             if queue in (typed, typed.strip()):
                 return self._to_job(request, self._operations.purge(queue, choice, request.state.user))
-            wrong = "This is not the name of the queue. Nothing was deleted."
-        return await self._ask(request, "purge.html", queue, choice, title="Delete for good", wrong=wrong)
+            wrong = "The name is not that of the queue. Nothing was deleted."
+        return await self._ask(request, "purge.html", queue, choice, title="Delete permanently", wrong=wrong)
 
     async def edit(self, request: Request) -> Response:
         """Return the form to edit a letter's body, or replay the letter with a new body."""
@@ -275,11 +275,11 @@ class Pages:
     async def file(self, request: Request) -> Response:
         job = self._job(Fields(request.url.query))
         if job.file is None:
-            raise HTTPException(404, "This export is not kept any more: export again.")
+            raise HTTPException(404, "This export is no longer kept: export again.")
         try:
             descriptor = os.dup(job.file.fileno())
         except ValueError as error:  # closed meanwhile
-            raise HTTPException(404, "This export is not kept any more: export again.") from error
+            raise HTTPException(404, "This export is no longer kept: export again.") from error
         name = f"{_file_name(job.queue)}-{job.begun:%Y%m%d-%H%M%S}.jsonl"
         return _Download(descriptor, media_type="application/jsonl", headers=_attachment(name))
 
@@ -288,7 +288,7 @@ class Pages:
     async def sign_in(self, request: Request) -> Response:
         """Return the form for the token, or begin a session if the token is right."""
         if not self.guard.has_token:
-            raise HTTPException(404, "There is nothing to sign in to.")
+            raise HTTPException(404, "This page does not require signing in.")
         wrong = name = ""
         if request.method == "POST":
             fields = await _form(request)
@@ -296,7 +296,7 @@ class Pages:
             response = self.guard.sign_in(request, fields.get("token"), name)
             if response is not None:
                 return response
-            wrong = "This is not the token."
+            wrong = "The token is wrong."
         return self._page(request, "sign_in.html", 403 if wrong else 200, title="Sign in", wrong=wrong, name=name)
 
     async def sign_out(self, request: Request) -> Response:
@@ -366,7 +366,7 @@ class Pages:
     def _job(self, fields: Fields) -> Job:
         job = self._operations.jobs.get(fields.get("id"))
         if job is None:
-            raise HTTPException(404, "This operation is not kept any more. The audit log has its result.")
+            raise HTTPException(404, "This operation is no longer kept. The audit log has its result.")
         return job
 
     def _changing(self, queue: str) -> list[Job]:
@@ -374,7 +374,7 @@ class Pages:
 
     def _need_changes(self) -> None:
         if not self._allow_changes:
-            raise HTTPException(403, "This page only shows: it was started without allowing changes.")
+            raise HTTPException(403, "This page is read-only: it was started without allowing changes.")
 
     def _queue_rows(self) -> tuple[list[dict[str, object]], str]:
         names = self._source.names()
@@ -460,7 +460,7 @@ async def _form(request: Request) -> Fields:
         async for chunk in request.stream():
             data += chunk
             if len(data) > _LARGEST_FORM:
-                raise HTTPException(413, f"A form has {_LARGEST_FORM} bytes at most.")
+                raise HTTPException(413, f"A form has at most {_LARGEST_FORM} bytes.")
     except ClientDisconnect as error:
         raise HTTPException(400, "The form did not arrive completely.") from error
     return Fields(bytes(data))
@@ -475,7 +475,7 @@ def _choice(fields: Fields) -> Choice:
         raise ConfigurationError(f"which must be selected or all, not {which!r}")
     letters = [("letter", each) for each in fields.all("letter") if each.strip()]  # an empty filter selects all
     if not letters:
-        raise ConfigurationError("no letter is selected: go back, and tick some")
+        raise ConfigurationError("no letter is selected: go back, and select some")
     return Choice.of_pairs(letters)
 
 

@@ -132,7 +132,7 @@ def test_users_sign_in_with_the_token(page: Page) -> None:
     sent = browser.post("/purge", data={"queue": "orders.dead"}, headers={"Sec-Fetch-Mode": "navigate"})
     assert str(sent.url) == "http://localhost/sign-in"
     wrong = browser.post("/sign-in", data={"token": TOKEN[:-1], "name": "Ada"})
-    assert (wrong.status_code, "This is not the token." in wrong.text) == (403, True)
+    assert (wrong.status_code, "The token is wrong." in wrong.text) == (403, True)
     assert 'name="name" value="Ada"' in wrong.text
     assert TOKEN[:-1] not in wrong.text
     signed_in = browser.post("/sign-in", data={"token": TOKEN, "name": " Ada\tLovelace "}, follow_redirects=False)

@@ -79,7 +79,7 @@ def test_one_letter_is_replayed(page: Page, broker: MemoryBroker) -> None:
     browser = page(allow_changes=True)
     one = first_letter(browser)
     asked = browser.post("/replay", data={"queue": QUEUE, "choice": f"letter={one}"})
-    assert "1 letter of the last reading: 1 selected letter" in plain(asked.text)
+    assert "1 letter in the last reading: 1 selected letter" in plain(asked.text)
     assert broker.queues["orders"] == []
     told = ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": f"letter={one}", "go": "replay"}))
     assert "Replayed 1 confirmed, and out of the queue" in told
@@ -102,7 +102,7 @@ def test_selected_letters_are_replayed_and_no_others(page: Page, broker: MemoryB
     assert broker.bodies("orders") == [b'{"order":2}', b'{"order":5}']
     nothing = browser.post("/replay", data={"queue": QUEUE, "choice": "", "which": "selected"})
     assert nothing.status_code == 400
-    assert "no letter is selected: go back, and tick some" in plain(nothing.text)
+    assert "no letter is selected: go back, and select some" in plain(nothing.text)
 
 
 @pytest.mark.usefixtures("letters")
@@ -111,10 +111,10 @@ def test_selected_letters_that_are_gone_are_counted(page: Page) -> None:
     browser = page(allow_changes=True)
     ids = ids_of(browser)
     form = {"queue": QUEUE, "choice": f"letter={ids[2]}", "go": "replay"}
-    assert "Not there any more" not in ended(browser, browser.post("/replay", data=form))
+    assert "No longer in the queue" not in ended(browser, browser.post("/replay", data=form))
     two = f"letter={ids[2]}&letter={ids[5]}"
     told = ended(browser, browser.post("/replay", data={**form, "choice": two, "limit": "2"}))
-    assert "Replayed 1 confirmed, and out of the queue Not there any more 1" in told
+    assert "Replayed 1 confirmed, and out of the queue No longer in the queue 1" in told
     purge = {"queue": QUEUE, "choice": f"{two}&letter={ids[0]}", "go": "purge", "name": QUEUE}
     assert "1 deleted for good. 2 not there any more" in ended(browser, browser.post("/purge", data=purge))
 
@@ -199,7 +199,7 @@ def test_a_purge_needs_the_name_of_the_queue(page: Page, broker: MemoryBroker) -
     for typed in ("", "orders", QUEUE.upper()):
         answer = browser.post("/purge", data={**form, "go": "purge", "name": typed})
         assert answer.status_code == 400
-        assert "This is not the name of the queue. Nothing was deleted." in plain(answer.text)
+        assert "The name is not that of the queue. Nothing was deleted." in plain(answer.text)
     assert len(broker.queues[QUEUE]) == 10
     told = ended(browser, browser.post("/purge", data={**form, "go": "purge", "name": QUEUE}))
     assert "1 deleted for good." in told
@@ -300,7 +300,7 @@ def test_two_operations_on_one_queue_run_one_after_another(page: Page, broker: M
     browser.get(f"/letters?queue={QUEUE}")
     first = browser.post("/replay", data={"queue": QUEUE, "choice": "exception=ValueError", "go": "replay"})
     second = browser.post("/replay", data={"queue": QUEUE, "choice": "", "go": "replay"})
-    assert "Another operation on this queue is going on" in plain(second.text)
+    assert "Another operation on this queue is running" in plain(second.text)
     assert "Replay running" in plain(browser.get(f"/letters?queue={QUEUE}").text)
     broker.gate.set()
     assert "Replayed 5" in ended(browser, first)
@@ -393,7 +393,7 @@ def test_exports_that_go_on_at_a_time_are_few(page: Page, broker: MemoryBroker) 
     browser = page(names)
     begun = [browser.post("/export", data={"queue": name, "choice": ""}) for name in names]
     assert [answer.status_code for answer in begun] == [200, 200, 200, 200, 409]
-    assert "4 exports are going on: try again when one has ended" in plain(begun[-1].text)
+    assert "4 exports are running: try again when one has ended" in plain(begun[-1].text)
     broker.reading.set()
     for answer in begun[:-1]:
         assert "Download 1 letter" in ended(browser, answer)
@@ -541,8 +541,8 @@ def test_a_purge_that_fails_says_how_many_it_deleted(page: Page, broker: MemoryB
 @pytest.mark.parametrize(
     ("form", "text"),
     [
-        ({"choice": "excepton=ValueError"}, "'excepton' is no field of a filter"),
-        ({"choice": "exception=ValueError&queue=orders"}, "'queue' is no field of a filter"),
+        ({"choice": "excepton=ValueError"}, "'excepton' is not a field of a filter"),
+        ({"choice": "exception=ValueError&queue=orders"}, "'queue' is not a field of a filter"),
         ({"exception": "ValueError"}, "choice is missing"),
         ({"choice": "", "which": "selcted"}, "which must be selected or all, not 'selcted'"),
         ({"choice": "header=a%3D1&header=a%3D2"}, "header 'a' is named twice"),

@@ -180,8 +180,8 @@ def test_the_filter_is_in_the_address(page: Page, broker: MemoryBroker, query: s
     [
         ("older-than=soon", "older-than: an age is a number with s, m, h, d or w behind it, not 'soon'"),
         ("header=tenant", "header must be NAME=VALUE, not 'tenant'"),
-        ("excepton=ValueError", "'excepton' is no field of a filter: the fields are exception, reason, from-queue"),
-        ("exception=ValueError&from_queue=orders", "'from_queue' is no field of a filter"),
+        ("excepton=ValueError", "'excepton' is not a field of a filter: the fields are exception, reason, from-queue"),
+        ("exception=ValueError&from_queue=orders", "'from_queue' is not a field of a filter"),
         ("exception=ValueError&exception=*Timeout", "exception is given twice: a filter has only one"),
     ],
 )
@@ -235,7 +235,7 @@ def test_a_letter_that_is_gone_is_said_so(page: Page, broker: MemoryBroker) -> N
     broker.add("orders.dead", letter(1))
     answer = page().get("/letter?queue=orders.dead&id=0")
     assert answer.status_code == 404
-    assert "This letter is not there" in answer.text
+    assert "This letter is not in the queue" in answer.text
 
 
 def test_only_the_queues_that_were_named_can_be_opened(page: Page, broker: MemoryBroker) -> None:
@@ -461,8 +461,8 @@ def test_a_queue_with_more_letters_than_a_reading_holds(
         ({"queues": ()}, "queues must name at least one"),
         ({"queues": "orders.dead"}, "queues must be a collection: write ['orders.dead']"),
         ({"queues": [""]}, "queues must hold names"),
-        ({"token": "short"}, "token has 5 characters, and needs 16 at least"),
-        ({"token": "x" * 20, "user": lambda _request: "me"}, "token and user contradict each other"),
+        ({"token": "short"}, "token has 5 characters, but needs at least 16"),
+        ({"token": "x" * 20, "user": lambda _request: "me"}, "give either token or user"),
         ({"allow_editing": True}, "allow_editing needs allow_changes"),
         ({"allowed_hosts": "shop.example"}, "allowed_hosts must be a collection: write ['shop.example']"),
         ({"idempotency": object()}, "idempotency must be a store that can reset attempts"),
