@@ -124,7 +124,7 @@ def test_chosen_dead_letters_are_replayed(any_vhost: VirtualHost) -> None:
 def test_a_purge_asks(vhost: VirtualHost) -> None:
     publish(vhost, 5)
     _, asked = dlq("purge", vhost, DEAD, stdin=b"n\n", status=1)
-    assert "orders.dead holds 5 messages. Delete all for good? [y/N]" in asked
+    assert "orders.dead holds 5 messages. Delete all permanently? [y/N]" in asked
     assert dlq("purge", vhost, DEAD, "--message-id", "id-3", stdin=b"y\n")[1].endswith("1 deleted\n")
     assert dlq("purge", vhost, DEAD, "--yes")[1] == "4 deleted\n"
     assert vhost.live_counts()[DEAD] == 0
@@ -179,7 +179,7 @@ def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHos
 
 def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
     for arguments, expected in (
-        (["--older-than", "soon"], "takes a number with s, m, h, d or w"),
+        (["--older-than", "soon"], "must be a number with s, m, h, d or w"),
         (["--header", "x"], "takes NAME=VALUE"),
         (["--exchange", "x"], "go together"),
         (["--idempotency", "nothing:at-all"], "No module named 'nothing'"),

@@ -170,7 +170,7 @@ def test_a_relay_whose_broker_is_away_at_its_start_waits_for_it(
     relay = start_cli("outbox", "relay", proxy.url, where)
     try:
         assert relay.stderr is not None
-        wait_until(lambda: b"going on trying" in relay.stderr.readline(), timeout=20, what="a word of it", interval=0)
+        wait_until(lambda: b"trying again" in relay.stderr.readline(), timeout=20, what="a word of it", interval=0)
         proxy.accept_connections()
         vhost.wait_for_messages("orders", 1)
     finally:

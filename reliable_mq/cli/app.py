@@ -28,7 +28,7 @@ _WrongCommandLine: Final[type[Exception]] = next(
 
 app = typer.Typer(
     name="reliable-mq",
-    help="Reliable publishing to and consuming from RabbitMQ.",
+    help="Publish to and consume from RabbitMQ without losing messages.",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",  # which wraps paragraphs
@@ -56,7 +56,7 @@ app.add_typer(outbox)
 def options(
     *,
     verbose: Annotated[
-        int, typer.Option("--verbose", "-v", count=True, help="Log the library's actions; twice: the driver's, too.")
+        int, typer.Option("--verbose", "-v", count=True, help="Show the library's log; twice: also the driver's.")
     ] = 0,
 ) -> None:
     """Publish to and consume from RabbitMQ, and check that a broker keeps messages."""
@@ -99,7 +99,7 @@ def _run() -> int:
             return _READER_LEFT
         code = 1 if end.code is None else end.code
     except Exception as error:  # noqa: BLE001  # a bug: one line for a user, the place with -v
-        _tell(f"{type(error).__name__}: {error} (a flaw in reliable-mq; with -v it shows where)")
+        _tell(f"{type(error).__name__}: {error} (a bug in reliable-mq; -v shows the traceback)")
         if logging.getLogger("reliable_mq").isEnabledFor(logging.INFO):
             say("".join(traceback.format_exception(error)))
         return 1

@@ -141,5 +141,5 @@ def serve(app: Any, listening: socket.socket, grace: float) -> int:
     server.should_exit = True
     serving.join(grace)
     if number == 0:
-        raise ConfigurationError("the server ended by itself; with -v its log shows why")
+        raise ConfigurationError("the server ended unexpectedly: -v shows its log")
     return number

@@ -25,16 +25,18 @@ _POLL_EVERY: Final = 0.05  # seconds between two polls of the connection
 
 def consume(
     url: URL,
-    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="A queue that exists.")],
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="An existing queue.")],
     *,
     ack: Annotated[bool, typer.Option("--ack", help="Ack each message when it is written.")] = False,
-    peek: Annotated[bool, typer.Option("--peek", help="Show messages, and requeue them all at the end.")] = False,
-    count: Annotated[int | None, typer.Option(min=1, help="How many at most.")] = None,
+    peek: Annotated[
+        bool, typer.Option("--peek", help="Write the messages, and requeue all of them at the end.")
+    ] = False,
+    count: Annotated[int | None, typer.Option(min=1, help="Maximum number of messages.")] = None,
     timeout: Annotated[
         float | None,
         typer.Option(
             min=0.0,
-            help="Seconds without a message, while connected, after which it ends. Default: --peek one, --ack none.",
+            help="End after these seconds without a message, while connected. Default: 1 with --peek, none with --ack.",
         ),
     ] = None,
     as_json: Annotated[
@@ -43,15 +45,15 @@ def consume(
 ) -> None:
     """Write the messages of a queue to standard output, one per line.
 
-    Without --json a message is its body and a line end; on a terminal, control characters are escaped. If --count is
-    not reached, the exit status is 1.
+    Without --json, a message is written as its body and a line end. On a terminal, control characters are escaped. If
+    --count is not reached, the exit status is 1.
 
-    Messages that were only peeked at, or prefetched, are requeued and then marked as redelivered; a quorum queue may
-    give them another place, and up to RabbitMQ 4.2 counts them against its delivery limit. A message in a pipe counts
-    as written: with `| head -5`, give --count 5 as well.
+    Messages that were only peeked at, or prefetched, are requeued and marked as redelivered. A quorum queue may change
+    their order, and up to RabbitMQ 4.2 it counts them against its delivery limit. A message in a pipe counts as
+    written: with `| head -5`, also use --count 5.
     """
     if ack == peek:
-        raise typer.BadParameter("one of --ack and --peek is needed")
+        raise typer.BadParameter("give either --ack or --peek")
     from reliable_mq.deadletters.jsonl import write_line
     from reliable_mq.sync.consumer import Consumer
 

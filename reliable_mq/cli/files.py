@@ -122,7 +122,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         start = os.fsdecode(os.fsencode(target.name)[:200])  # a name has 255 bytes at most
         descriptor, name = tempfile.mkstemp(prefix=f".{start}.", suffix=".part", dir=target.parent)
     except OSError as error:
-        why = f"no file can be made beside it: {error.strerror}"
+        why = f"no file can be created in its directory: {error.strerror}"
         raise OSError(error.errno, why, str(path)) from error
     unfinished = Path(name)
     try:

@@ -24,15 +24,17 @@ def health(
         str,
         typer.Argument(
             metavar="URL",
-            help="Of a probe, such as http://127.0.0.1:8080/livez; without a path, /readyz is asked.",
+            help="The probe, such as http://127.0.0.1:8080/livez. Without a path: /readyz.",
         ),
     ],
     *,
-    timeout: Annotated[float, typer.Option(min=0.1, metavar="SECONDS", help="For the answer.")] = 3.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, metavar="SECONDS", help="How long to wait for the response.")
+    ] = 3.0,
 ) -> None:
-    """Ask the probe of a running program (`reliable_mq.health`).
+    """Query the probe of a running program (`reliable_mq.health`).
 
-    The exit status is 0 if the answer is yes; 1 if it is no, or if there is none. Each line is one publisher or
+    The exit status is 0 if the program is well, and 1 if it is not, or does not respond. Each line is one publisher or
     consumer, with the reason.
     """
     hide_logs()
@@ -86,15 +88,15 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
             "the URL of the probe holds a character that is not ASCII: percent-encode it"
         ) from None
     except TimeoutError:  # from the call or the socket
-        raise BrokerUnavailable(f"no answer from {host}: not complete within {timeout:g} s") from None
+        raise BrokerUnavailable(f"no response from {host}: not complete within {timeout:g} s") from None
     except Exception as error:
-        raise BrokerUnavailable(f"no answer from {host}: {str(error) or type(error).__name__}") from error
+        raise BrokerUnavailable(f"no response from {host}: {str(error) or type(error).__name__}") from error
     if status not in _ANSWERS:
-        raise ConfigurationError(f"{host} answered {status} {reason}: is this the URL of a probe?")
+        raise ConfigurationError(f"{host} responded with {status} {reason}: is this the URL of a probe?")
     try:
         report = json.loads(body)
         report["parts"][0]["live"]
         [part.keys() for part in report["parts"]]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise ConfigurationError(f"{host} did not answer as a probe does: is this its URL?") from None
+        raise ConfigurationError(f"{host} did not respond like a probe: is this the URL of one?") from None
     return status, report

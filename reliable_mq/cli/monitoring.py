@@ -26,16 +26,16 @@ def alerts(
         str, typer.Option("--for", metavar="DURATION", help="How long a state must last before its alert fires.")
     ] = "2m",
     window: Annotated[
-        str, typer.Option(metavar="DURATION", help="How far back events count, such as dead letters.")
+        str, typer.Option(metavar="DURATION", help="The period in which events, such as dead letters, count.")
     ] = "15m",
     max_age: Annotated[
         str,
         typer.Option(
-            metavar="DURATION", help="The age of an outstanding message, or of one in an outbox, that is too much."
+            metavar="DURATION", help="The maximum age of an outstanding message, or of a message in an outbox."
         ),
     ] = "1m",
     manual_url: Annotated[
-        str, typer.Option(metavar="URL", help="Where the manual is served: links to the runbook begin with it.")
+        str, typer.Option(metavar="URL", help="The address of the manual, for links to the runbook.")
     ] = "",
 ) -> None:
     """Print alert rules for Prometheus, as YAML.
@@ -53,14 +53,15 @@ def alerts(
 
 def grafana(
     name: Annotated[
-        DashboardName | None, typer.Argument(metavar="[publishers|consumers]", help="One of them. Default: both.")
+        DashboardName | None,
+        typer.Argument(metavar="[publishers|consumers]", help="The dashboard to print. Default: both."),
     ] = None,
     *,
     datasource: Annotated[
         str | None,
         typer.Option(
             metavar="UID",
-            help="The data source of Grafana that the panels ask. Default: Grafana asks for it at the import.",
+            help="The data source that the panels query. Default: Grafana asks for it during the import.",
         ),
     ] = None,
 ) -> None:

@@ -56,11 +56,11 @@ Where = Annotated[
     ),
 ]
 TableName = Annotated[
-    str | None, typer.Option(help="The table, where OUTBOX is a database URL. Default: reliable_mq_outbox.")
+    str | None, typer.Option(help="The table, if OUTBOX is a database URL. Default: reliable_mq_outbox.")
 ]
-Schema = Annotated[str | None, typer.Option(help="Its schema.")]
+Schema = Annotated[str | None, typer.Option(help="The schema of the table.")]
 MessageIds = Annotated[
-    list[str] | None, typer.Argument(metavar="MESSAGE_ID", help="Messages that were set aside; none with --all.")
+    list[str] | None, typer.Argument(metavar="MESSAGE_ID", help="The messages to select. Not with --all.")
 ]
 All = Annotated[bool, typer.Option("--all", help="All messages that were set aside.")]
 
@@ -72,7 +72,7 @@ def status(
     table: TableName = None,
     schema: Schema = None,
     limit: Annotated[
-        int, typer.Option(min=0, max=1_000_000_000, help="How many of the messages that were set aside to list.")
+        int, typer.Option(min=0, max=1_000_000_000, help="Maximum number of messages that were set aside to list.")
     ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
@@ -107,16 +107,14 @@ def relay(
     schema: Schema = None,
     create: Annotated[bool, typer.Option("--create", help="Create the outbox if it does not exist.")] = False,
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="End when all present messages are published or set aside.")
+        bool, typer.Option("--until-empty", help="End when all messages are published or set aside.")
     ] = False,
     lease: Annotated[
         float | None,
-        typer.Option(
-            help="Seconds after which a database gives the rows of a relay that died to another. Default: 30."
-        ),
+        typer.Option(help="Seconds after which another relay may take the rows of a relay that died. Default: 30."),
     ] = None,
     timeout: Annotated[
-        float | None, typer.Option(help="Seconds after which --until-empty gives up; then the exit status is 1.")
+        float | None, typer.Option(help="Seconds after which --until-empty gives up, with exit status 1.")
     ] = None,
     metrics_port: MetricsPort = None,
     metrics_address: MetricsAddress = None,
@@ -176,7 +174,7 @@ def _connect(publisher: Publisher, *, patient: bool) -> None:
     except BrokerUnavailable as error:
         if error.permanent or not patient:
             raise
-        say(f"{error}; going on trying")
+        say(f"{error}; trying again")
 
 
 class _Stopped(KeyboardInterrupt):
@@ -226,7 +224,7 @@ def ddl(where: Where, *, table: TableName = None, schema: Schema = None) -> None
     The database is neither queried nor changed.
     """
     if "://" not in where:
-        raise typer.BadParameter("a SQLite outbox makes its own tables: give a database URL")
+        raise typer.BadParameter("a SQLite outbox creates its own tables: give a database URL")
     with _in_database(where, table=table, schema=schema) as (box, _engine):
         print(box.ddl)
 
@@ -247,9 +245,9 @@ def _outbox(
     path = Path(where)
     if not path.exists():
         if not create:
-            raise OutboxError(f"there is no outbox {where}; a database is named by its URL")
+            raise OutboxError(f"there is no outbox {where}: give the path of its SQLite file, or a database URL")
     elif not path.is_file():
-        raise OutboxError(f"{where} is not a file: name the SQLite file of an outbox, or a database by its URL")
+        raise OutboxError(f"{where} is not a file: give the path of an outbox's SQLite file, or a database URL")
     from reliable_mq.outbox import SQLiteOutbox
 
     file = SQLiteOutbox(where)

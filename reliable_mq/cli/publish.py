@@ -39,7 +39,7 @@ def publish(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="One message per file. Without any: standard input, by line.",
+            help="Files to publish, one message per file. Default: the lines of standard input.",
         ),
     ] = None,
     *,
@@ -47,7 +47,7 @@ def publish(
     exchange: Annotated[str | None, typer.Option(help="The exchange to publish to.")] = None,
     routing_key: Annotated[str | None, typer.Option(help="The routing key.")] = None,
     declare: Annotated[
-        bool, typer.Option("--declare", help="Declare the queue first: quorum, with a dead-letter queue.")
+        bool, typer.Option("--declare", help="Declare the queue first, as a quorum queue with a dead-letter queue.")
     ] = False,
     by_line: Annotated[bool, typer.Option("--lines", help="One message per line of the files.")] = False,
     by_json: Annotated[
@@ -59,23 +59,28 @@ def publish(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A header of lines and files; repeatable.")
     ] = None,
     transient: Annotated[
-        bool, typer.Option("--transient", help="Lines and files need not survive a broker restart.")
+        bool,
+        typer.Option(
+            "--transient", help="Publish lines and files as transient messages, which a broker restart may lose."
+        ),
     ] = False,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a message is given up.")] = 120.0,
+    timeout: Annotated[float, typer.Option(help="Seconds after which to give up a message.")] = 120.0,
 ) -> None:
     """Publish lines, files or JSON lines, and wait until each is confirmed.
 
-    A message that is not confirmed is reported by its line, and the exit status is 1. The options for the target win
-    over the fields of a JSON line.
+    If a message is not confirmed, its line is reported, and the exit status is 1. The options for the target override
+    the fields of a JSON line.
     """
     if queue is not None and (exchange is not None or routing_key is not None):
-        raise typer.BadParameter("--queue stands for the default exchange and a routing key: leave those out")
+        raise typer.BadParameter(
+            "--queue implies the default exchange and a routing key: omit --exchange and --routing-key"
+        )
     if declare and queue is None:
         raise typer.BadParameter("--declare needs --queue")
     if not 0 < timeout <= LONGEST:  # false for nan
         raise typer.BadParameter(f"--timeout takes seconds above 0, up to {LONGEST:g}, not {timeout:g}")
     if not (queue or exchange or routing_key or by_json):
-        raise typer.BadParameter("where to? Give --queue, or --exchange and --routing-key")
+        raise typer.BadParameter("no target: give --queue, or --exchange and --routing-key")
     for option, given in (("--content-type", content_type), ("--header", header), ("--transient", transient)):
         if by_json and given:
             raise typer.BadParameter(f"{option} is for lines and files: a JSON line has properties of its own")

@@ -37,57 +37,61 @@ def stage(
     url: URL,
     pairs: Annotated[
         list[str],
-        typer.Argument(metavar="QUEUE STREAM ...", help="A queue that exists, and the stream to move it into."),
+        typer.Argument(metavar="QUEUE STREAM ...", help="An existing queue, and the stream to move its messages into."),
     ],
     *,
     partitions: Annotated[
-        int | None, typer.Option(min=1, help="Make each stage a super stream of so many partitions.")
+        int | None, typer.Option(min=1, help="Make each stage a super stream with this number of partitions.")
     ] = None,
     key: Annotated[
         str | None,
-        typer.Option(help="Decides on the partition: message_id (the default), routing_key or header:NAME."),
+        typer.Option(help="What selects the partition: message_id (the default), routing_key or header:NAME."),
     ] = None,
     retention: Annotated[
-        str, typer.Option(help="How long a stage keeps messages, at least: such as 12h or 7D; 0 for any time.")
+        str, typer.Option(help="The minimum time for which a stage keeps messages, such as 12h or 7D; 0 for no limit.")
     ] = "7D",
     max_bytes: Annotated[
-        int | None, typer.Option(min=1, help="Bytes above which a partition drops its oldest messages.")
+        int | None, typer.Option(min=1, help="The size in bytes above which a partition drops its oldest messages.")
     ] = None,
     missing_id: Annotated[
         str,
         typer.Option(
             metavar="refuse|repeat",
-            help="Messages without message_id: end at the first one, or move them, perhaps twice if the relay dies.",
+            help="At a message without a message_id: end, or move it, possibly twice if the relay dies.",
         ),
     ] = "refuse",
-    max_outstanding: Annotated[int, typer.Option(min=1, max=65_535, help="Messages that may be unacked.")] = 2000,
+    max_outstanding: Annotated[
+        int, typer.Option(min=1, max=65_535, help="The maximum number of unacked messages.")
+    ] = 2000,
     confirm_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Time without a confirm after which a relay connects anew.")
+        float, typer.Option(metavar="SECONDS", help="The time without a confirm after which a relay reconnects.")
     ] = 30.0,
     missing_queue_timeout: Annotated[
         float,
-        typer.Option(min=0.0, metavar="SECONDS", help="How long a QUEUE or STREAM may be missing before it ends."),
+        typer.Option(
+            min=0.0, metavar="SECONDS", help="How long a QUEUE or STREAM may be missing before the command ends."
+        ),
     ] = 60.0,
     metrics_port: MetricsPort = None,
     metrics_address: MetricsAddress = None,
 ) -> None:
     """Move queues into streams until SIGTERM or SIGINT, for Spark's staged mode.
 
-    Each message is published into the stream, confirmed there, and acked then. After a crash, messages that are in the
-    stream are not moved again. Of several relays with the same STREAM one is active; the others wait.
+    Each message is published to the stream, confirmed, and then acked. After a crash, messages that are in the stream
+    are not moved again. Of several relays with the same STREAM, one is active, and the others wait.
     """
     from reliable_mq.stage import MissingId, StageOptions, StageRelay
 
     if len(pairs) % 2:
-        raise typer.BadParameter("each QUEUE needs a STREAM: give them in pairs")
+        raise typer.BadParameter("each QUEUE needs a STREAM: give pairs of QUEUE and STREAM")
     try:
         missing = MissingId(missing_id)
     except ValueError:
-        raise typer.BadParameter("--missing-id is refuse or repeat") from None
+        raise typer.BadParameter("--missing-id must be refuse or repeat") from None
     if key is None:
         key = "message_id"
     elif key not in ("message_id", "routing_key") and not (key.startswith("header:") and len(key) > len("header:")):
-        raise typer.BadParameter(f"--key is message_id, routing_key or header:NAME, not {key!r}")
+        raise typer.BadParameter(f"--key must be message_id, routing_key or header:NAME, not {key!r}")
     elif partitions is None:
         raise typer.BadParameter("--key needs --partitions: without them, each message goes to the one STREAM")
     staged = list(zip(pairs[::2], pairs[1::2], strict=True))

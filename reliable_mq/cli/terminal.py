@@ -56,7 +56,7 @@ __all__ = [
 ]
 
 _PASSWORD: Final = "RELIABLE_MQ_PASSWORD"  # noqa: S105  # of the environment: all users of a machine see arguments
-PASSWORD_HELP: Final = f"A password may come from {_PASSWORD}."
+PASSWORD_HELP: Final = f"{_PASSWORD} may contain the password."
 _USER_ALONE: Final = re.compile(r"(amqps?://[^:@/?#]+)(@.*)", re.DOTALL)
 
 
@@ -71,15 +71,15 @@ URL: TypeAlias = Annotated[
     str,
     typer.Argument(
         metavar="URL",
-        help=f"amqp:// or amqps://, several hosts separated by commas. {PASSWORD_HELP}",
+        help=f"amqp:// or amqps://, with several hosts separated by commas. {PASSWORD_HELP}",
         callback=with_password,
     ),
 ]
 MetricsPort: TypeAlias = Annotated[
-    int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for a free one.")
+    int | None, typer.Option(min=0, max=65_535, help="Serve Prometheus metrics on this port; 0 for any free port.")
 ]
 MetricsAddress: TypeAlias = Annotated[
-    str | None, typer.Option(help="The address to serve them on. Default: 127.0.0.1.")
+    str | None, typer.Option(help="The address to serve metrics on. Default: 127.0.0.1.")
 ]
 
 INTERRUPTED: Final = 130

@@ -31,32 +31,35 @@ def web(
     queue: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="QUEUE", help="Dead-letter queues; only these can be opened. Without: those that RabbitMQ names."
+            metavar="QUEUE", help="The only dead-letter queues that can be opened. Default: those that RabbitMQ lists."
         ),
     ] = None,
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; another than loopback needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8025,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on. Any but a loopback address requires a token.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 for any free port.")] = 8025,
     allow_changes: Annotated[
-        bool, typer.Option("--allow-changes", help="Let users replay and delete letters. Without, the page only shows.")
+        bool,
+        typer.Option("--allow-changes", help="Let users replay and delete letters. Otherwise the page is read-only."),
     ] = False,
     allow_editing: Annotated[
-        bool, typer.Option("--allow-editing", help="Let users change the body of a letter that they replay.")
+        bool, typer.Option("--allow-editing", help="Let users change the body of a letter when they replay it.")
     ] = False,
     token_file: Annotated[
         Path | None,
         typer.Option(
             exists=True,
             dir_okay=False,
-            help=f"File with the token that users sign in with. Default: the variable {_TOKEN}, if it is set.",
+            help=f"The file with the token for signing in. Default: the variable {_TOKEN}, if it is set.",
         ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="Name under which browsers reach the page, beside localhost; repeatable."),
+        typer.Option(metavar="NAME", help="A host name of the page, in addition to localhost; repeatable."),
     ] = None,
     audit_log: Annotated[
-        Path | None, typer.Option(dir_okay=False, help="File to append each change and each export to.")
+        Path | None, typer.Option(dir_okay=False, help="The file to which each change and export is appended.")
     ] = None,
     idempotency: Annotated[
         str | None,
@@ -67,16 +70,16 @@ def web(
     ] = None,
     idempotency_namespace: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The consumers' idempotency_namespace, if they were given one."),
+        typer.Option(metavar="NAME", help="The consumers' idempotency_namespace, if they have one."),
     ] = None,
     management_url: Annotated[
-        str | None, typer.Option(metavar="URL", help="Of the management API, which names the queues; as for doctor.")
+        str | None, typer.Option(metavar="URL", help="The management API, which lists the queues; as for doctor.")
     ] = None,
 ) -> None:
-    """Serve a page for dead letters: see them, replay them, export them, delete them.
+    """Serve a page for dead letters: list, replay, export and delete them.
 
-    It runs until Ctrl-C or SIGTERM; a replay that is going on ends with the letters that it is at. The page is for this
-    machine alone, unless --host names another address, which needs a token of 16 characters at least.
+    It runs until Ctrl-C or SIGTERM. A running replay then finishes its current letters, and stops. Only this machine
+    can reach the page, unless --host is another address, which requires a token of at least 16 characters.
     """
     if allow_editing and not allow_changes:
         raise typer.BadParameter("--allow-editing needs --allow-changes: an edited letter is replayed")

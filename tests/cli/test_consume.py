@@ -183,4 +183,4 @@ def test_a_signal_is_not_a_good_end(number: int, status: int) -> None:
 def test_one_of_ack_and_peek_is_needed(options: list[str]) -> None:
     result = CliRunner().invoke(app, ["consume", "amqp://localhost", "q", *options])
     assert result.exit_code == 2
-    assert "one of --ack and --peek is needed" in result.output
+    assert "give either --ack or --peek" in result.output

@@ -86,7 +86,7 @@ def test_a_directory_is_refused(tmp_path: Path) -> None:
 
 def test_a_place_that_does_not_exist_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "no" / "file"
-    with pytest.raises(FileNotFoundError, match="no file can be made beside it") as caught, whole_file(path):
+    with pytest.raises(FileNotFoundError, match="no file can be created in its directory") as caught, whole_file(path):
         pass
     assert caught.value.filename == str(path)
 

@@ -40,7 +40,7 @@ def test_no_answer_is_a_failure_in_one_line(
 ) -> None:
     assert run(monkeypatch, f"http://127.0.0.1:{free_port()}/livez", "--timeout", "2") == 1
     error = capsys.readouterr().err
-    assert error.startswith("reliable-mq: no answer from 127.0.0.1: ")
+    assert error.startswith("reliable-mq: no response from 127.0.0.1: ")
     assert len(error.splitlines()) == 1
 
 

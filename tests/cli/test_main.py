@@ -170,7 +170,7 @@ def assert_is_in_a_line(text: str, told: str) -> None:
     """Assert that an error is told in a line of its own words."""
     assert "Traceback" not in told
     assert "Exception ignored" not in told
-    assert "a flaw in" not in told
+    assert "a bug in" not in told
     assert text in told
     assert "\x1b" not in told
 
@@ -190,7 +190,7 @@ def assert_is_in_a_line(text: str, told: str) -> None:
         ("COLUMNS=0 $CLI --help >&2", 0, "Reliable publishing to and consuming from RabbitMQ."),
         ("$CLI dlq show amqp://u:canary@h $'\\xff\\xfe'", 1, "reliable-mq: queue must be valid UTF-8"),
         ("PYTHONIOENCODING=ascii $CLI doctor amqp://127.0.0.1:1", 1, ""),
-        ("LC_ALL=C PYTHONIOENCODING=latin-1 $CLI health http://127.0.0.1:1", 1, "no answer from 127.0.0.1"),
+        ("LC_ALL=C PYTHONIOENCODING=latin-1 $CLI health http://127.0.0.1:1", 1, "no response from 127.0.0.1"),
     ],
 )
 def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, status: int | None, text: str) -> None:
@@ -296,7 +296,7 @@ def test_a_flaw_is_a_line_and_with_v_the_place_of_it(
 
     monkeypatch.setattr(app, "app", fail)
     assert app.run() == 1
-    assert capsys.readouterr().err.startswith("reliable-mq: KeyError: 'x' (a flaw in reliable-mq; with -v")
+    assert capsys.readouterr().err.startswith("reliable-mq: KeyError: 'x' (a bug in reliable-mq; -v shows")
     show_logs(1)
     assert app.run() == 1
     assert "Traceback" in capsys.readouterr().err

@@ -19,11 +19,11 @@ URL = "amqp://guest:guest@localhost:1"
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        ([], "where to"),
-        (["--queue", ""], "where to"),
-        (["--exchange", "", "--routing-key", ""], "where to"),
-        (["--queue", "q", "--exchange", "e"], "leave those out"),
-        (["--queue", "q", "--routing-key", "k"], "leave those out"),
+        ([], "no target"),
+        (["--queue", ""], "no target"),
+        (["--exchange", "", "--routing-key", ""], "no target"),
+        (["--queue", "q", "--exchange", "e"], "implies the default"),
+        (["--queue", "q", "--routing-key", "k"], "implies the default"),
         (["--routing-key", "k", "--declare"], "--declare needs --queue"),
         (["--queue", "q", "--header", "no value"], "NAME=VALUE"),
         (["no-such-file", "--queue", "q"], "does not exist"),

@@ -134,7 +134,7 @@ def test_an_error_and_a_wrong_command_line_are_shown_harmlessly(
     assert application.run() == 2
     err = capsys.readouterr().err
     assert harmless(err)
-    assert "takes a number" in err
+    assert "must be a number" in err
 
 
 @pytest.mark.slow

@@ -49,12 +49,12 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
 @pytest.mark.parametrize(
     ("line", "text"),
     [
-        (("dlq", "purge", BROKER, QUEUE, "--exception", ""), "--exception takes a text that is not empty"),
-        (("dlq", "list", BROKER, QUEUE, "--reason", ""), "--reason takes a text that is not empty"),
-        (("dlq", "stats", BROKER, QUEUE, "--from-queue", ""), "--from-queue takes a text that is not empty"),
-        (("dlq", "list", BROKER, QUEUE, "--older-than", "999999999w"), "--older-than takes an age of 1e+09 seconds"),
+        (("dlq", "purge", BROKER, QUEUE, "--exception", ""), "--exception must not be empty"),
+        (("dlq", "list", BROKER, QUEUE, "--reason", ""), "--reason must not be empty"),
+        (("dlq", "stats", BROKER, QUEUE, "--from-queue", ""), "--from-queue must not be empty"),
+        (("dlq", "list", BROKER, QUEUE, "--older-than", "999999999w"), "--older-than must be at most 1e+09 seconds"),
         (("dlq", "list", BROKER, QUEUE, "--header", "a=1", "--header", "a=2"), "--header names 'a' twice"),
-        (("dlq", "replay", BROKER, QUEUE, "--to", "q", "--as-published"), "--as-published names the target"),
+        (("dlq", "replay", BROKER, QUEUE, "--to", "q", "--as-published"), "--as-published determines the target"),
         (
             ("dlq", "replay", BROKER, QUEUE, "--idempotency-namespace", "n"),
             "--idempotency-namespace needs --idempotency",
@@ -76,7 +76,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
         (("outbox", "purge", "outbox", "--all", "--table", "t"), "--table is for a database URL"),
         (
             ("dlq", "replay", BROKER, QUEUE, "--exchange", "", "--routing-key", "q", "--as-published"),
-            "--as-published names the target",
+            "--as-published determines the target",
         ),
         (("dlq", "replay", BROKER, QUEUE, "--idempotency", "stores"), "--idempotency takes MODULE:NAME, not 'stores'"),
         (("dlq", "replay", BROKER, QUEUE, "--idempotency", "redis://:hush@h/0"), "--idempotency takes MODULE:NAME, a"),
@@ -89,8 +89,11 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
         (("publish", BROKER, "--json", "--content-type", "text/plain"), "--content-type is for lines and files"),
         (("publish", BROKER, "--json", "--transient"), "--transient is for lines and files"),
         (("web", BROKER, QUEUE, "--allow-editing"), "--allow-editing needs --allow-changes"),
-        (("stage", BROKER, "orders", "staged", "--key", "foo"), "--key is message_id, routing_key or header:NAME"),
-        (("stage", BROKER, "orders", "staged", "--key", "header:"), "--key is message_id, routing_key or header:NAME"),
+        (("stage", BROKER, "orders", "staged", "--key", "foo"), "--key must be message_id, routing_key or header:NAME"),
+        (
+            ("stage", BROKER, "orders", "staged", "--key", "header:"),
+            "--key must be message_id, routing_key or header:NAME",
+        ),
     ],
 )
 def test_a_wrong_value_is_named_with_status_2(run: Run, line: tuple[str, ...], text: str) -> None:

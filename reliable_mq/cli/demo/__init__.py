@@ -18,21 +18,25 @@ def demo(
     url: Annotated[
         str, typer.Option(metavar="URL", help=f"The broker. {PASSWORD_HELP}", callback=with_password)
     ] = "amqp://guest:guest@localhost/",
-    messages: Annotated[int, typer.Option(min=1, help="Orders to publish.")] = 30_000,
-    rate: Annotated[float, typer.Option(min=0.0, help="Orders a second; 0 for as many as possible.")] = 5000.0,
+    messages: Annotated[int, typer.Option(min=1, help="The number of orders to publish.")] = 30_000,
+    rate: Annotated[float, typer.Option(min=0.0, help="Orders per second; 0 for no limit.")] = 5000.0,
     kill_command: Annotated[
         str | None,
-        typer.Option(metavar="COMMAND", help="Kills the broker, such as 'docker kill rabbit'. Default: no outages."),
+        typer.Option(
+            metavar="COMMAND",
+            help="The command that kills the broker, such as 'docker kill rabbit'. Default: no outages.",
+        ),
     ] = None,
     restart_command: Annotated[
-        str | None, typer.Option(metavar="COMMAND", help="Starts it again, such as 'docker start rabbit'.")
+        str | None,
+        typer.Option(metavar="COMMAND", help="The command that starts it again, such as 'docker start rabbit'."),
     ] = None,
-    kills: Annotated[int | None, typer.Option(min=1, help="How often to kill it. Default: 2.")] = None,
+    kills: Annotated[int | None, typer.Option(min=1, help="How often to kill the broker. Default: 2.")] = None,
 ) -> None:
     """Publish and handle orders while the broker dies, and show that none is lost.
 
-    It makes queues of its own in the virtual host and deletes them at the end. The exit status is 1 if the audit does
-    not add up.
+    It declares its own queues in the virtual host, and deletes them at the end. The exit status is 1 if the audit finds
+    a lost order.
     """
     if (kill_command is None) != (restart_command is None):
         raise typer.BadParameter("--kill-command and --restart-command go together")

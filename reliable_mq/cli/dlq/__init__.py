@@ -62,7 +62,7 @@ QueueName: TypeAlias = Annotated[
 DeadLetterFilter: TypeAlias = "Filter"  # imported when a command runs
 
 _option: Final = functools.partial(typer.Option, rich_help_panel="Which dead letters")
-Limit: TypeAlias = Annotated[int | None, _option(min=1, help="How many at most.")]
+Limit: TypeAlias = Annotated[int | None, _option(min=1, help="Maximum number of dead letters.")]
 
 
 def chosen(
@@ -70,26 +70,26 @@ def chosen(
         str | None,
         _option(
             metavar="CLASS",
-            help="By the class of the last exception, with its module or without; * and ? are wildcards.",
+            help="By the class of the last exception, with or without its module; * and ? are wildcards.",
         ),
     ] = None,
-    reason: Annotated[str | None, _option(metavar="TEXT", help="By a text in the reason.")] = None,
-    from_queue: Annotated[str | None, _option(metavar="NAME", help="By the queue that they were in before.")] = None,
+    reason: Annotated[str | None, _option(metavar="TEXT", help="By a part of the reason.")] = None,
+    from_queue: Annotated[str | None, _option(metavar="NAME", help="By the original queue.")] = None,
     message_id: Annotated[list[str] | None, _option(metavar="ID", help="By message id; repeatable.")] = None,
     header: Annotated[
         list[str] | None, _option(metavar="NAME=VALUE", help="By header; repeatable, all must match.")
     ] = None,
     older_than: Annotated[
-        str | None, _option(metavar="AGE", help="By age: dead for longer than 90 (seconds), 15m, 2h, 7d, 1w.")
+        str | None, _option(metavar="AGE", help="By age: died longer ago than 90 (seconds), 15m, 2h, 7d, 1w.")
     ] = None,
-    newer_than: Annotated[str | None, _option(metavar="AGE", help="By age: dead for less.")] = None,
+    newer_than: Annotated[str | None, _option(metavar="AGE", help="By age: died more recently.")] = None,
 ) -> DeadLetterFilter:
     """Return the filter that the options describe."""
     from reliable_mq.deadletters import Filter
 
     for option, text in (("--exception", exception), ("--reason", reason), ("--from-queue", from_queue)):
         if text == "":
-            raise typer.BadParameter(f"{option} takes a text that is not empty")
+            raise typer.BadParameter(f"{option} must not be empty")
     return Filter(
         exception=exception,
         reason=reason,
@@ -129,7 +129,7 @@ def list_(
     limit: Limit = 100,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
-    """List dead letters, one per line, from the head of the queue on."""
+    """List dead letters, one per line, from the head of the queue."""
     now, table = datetime.now(UTC), listing()
     with _opened(url, queue) as dead, interruptible(_KEPT):
         total = len(dead)
@@ -152,9 +152,9 @@ def show(
     *,
     which: DeadLetterFilter,
     limit: Limit = 1,
-    body_bytes: Annotated[int, typer.Option(min=0, help="Bytes of a body to show.")] = 4096,
+    body_bytes: Annotated[int, typer.Option(min=0, help="Maximum bytes of a body to show.")] = 4096,
 ) -> None:
-    """Show dead letters in full: cause of death, properties, headers, body.
+    """Show dead letters in full: cause, properties, headers, body.
 
     The exit status is 1 if there is none.
     """
@@ -176,7 +176,7 @@ def stats(
     which: DeadLetterFilter,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
-    """Count dead letters by cause of death, by the queue they were in, and by age."""
+    """Count dead letters by cause, by original queue, and by age."""
     with _opened(url, queue) as dead, interruptible(_KEPT), progress_bar("counting") as bar:
         counted = dead.statistics(which, progress=bar)
     if as_json:
@@ -193,20 +193,24 @@ def replay(
     *,
     which: DeadLetterFilter,
     limit: Limit = None,
-    to: Annotated[str | None, typer.Option(metavar="QUEUE", help="To this queue, whatever their origin.")] = None,
-    exchange: Annotated[str | None, typer.Option(help="To this exchange, with --routing-key.")] = None,
-    routing_key: Annotated[str | None, typer.Option(help="With this routing key.")] = None,
+    to: Annotated[
+        str | None, typer.Option(metavar="QUEUE", help="Replay to this queue instead of the original ones.")
+    ] = None,
+    exchange: Annotated[str | None, typer.Option(help="Replay to this exchange, with --routing-key.")] = None,
+    routing_key: Annotated[str | None, typer.Option(help="The routing key for --exchange.")] = None,
     as_published: Annotated[
         bool,
         typer.Option(
             "--as-published",
-            help="To the exchange and routing key of the first publish, and so to every queue that is bound there.",
+            help="Replay to the exchange and routing key of the first publish, and so to every queue bound there.",
         ),
     ] = False,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="Messages per second at most; without, as fast as it goes.")
+        float | None, typer.Option(min=0.001, help="Maximum number of messages per second. Default: no limit.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Publish nothing: report how many it would be.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Publish nothing, and report the number of messages.")
+    ] = False,
     idempotency: Annotated[
         str | None,
         typer.Option(
@@ -216,7 +220,7 @@ def replay(
     ] = None,
     idempotency_namespace: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, if it was given one."),
+        typer.Option(metavar="NAME", help="The consumer's idempotency_namespace, if it has one."),
     ] = None,
 ) -> None:
     """Publish each dead letter to the queue it came from, with its attempts reset.
@@ -228,9 +232,11 @@ def replay(
     if (exchange is None) != (routing_key is None):
         raise typer.BadParameter("--exchange and --routing-key go together")
     if exchange is not None and to is not None:
-        raise typer.BadParameter("--to stands for the default exchange and a routing key: leave those out")
+        raise typer.BadParameter(
+            "--to implies the default exchange and a routing key: omit --exchange and --routing-key"
+        )
     if as_published and (to is not None or exchange is not None):
-        raise typer.BadParameter("--as-published names the target: leave out --to, or --exchange and --routing-key")
+        raise typer.BadParameter("--as-published determines the target: omit --to, --exchange and --routing-key")
     store = imported_store(idempotency, idempotency_namespace)
     from reliable_mq.deadletters import ReplayReport, Target
     from reliable_mq.engine.publisher_channel import unwatched_logger
@@ -271,9 +277,9 @@ def purge(
     *,
     which: DeadLetterFilter,
     limit: Limit = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Delete dead letters for good. Asks first; export them before."""
+    """Delete dead letters permanently, after a confirmation prompt. Export them first."""
     with _opened(url, queue) as dead:
         if not yes:
             if sys.stdin is None:
@@ -282,7 +288,7 @@ def purge(
                 meant = "all" if limit is None else f"the first {limit:,}"
             else:
                 meant = "those that match" if limit is None else f"the first {limit:,} that match"
-            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant} for good?"
+            question = f"{escaped(queue)} holds {len(dead):,} messages. Delete {meant} permanently?"
             typer.confirm(question, abort=True, err=True)
         deleted = _deleted(dead, which, limit)
     say(f"{deleted:,} deleted")
@@ -309,7 +315,9 @@ def export(
     queue: QueueName,
     file: Annotated[
         Path | None,
-        typer.Argument(metavar="FILE", dir_okay=False, help="Without, or with '-': standard output."),
+        typer.Argument(
+            metavar="FILE", dir_okay=False, help="The file to write. Default, or with '-': standard output."
+        ),
     ] = None,
     *,
     which: DeadLetterFilter,
@@ -337,7 +345,7 @@ def import_(
     queue: QueueName,
     files: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="Without any: standard input."),
+        typer.Argument(metavar="FILE", exists=True, dir_okay=False, help="The files to read. Default: standard input."),
     ] = None,
 ) -> None:
     """Publish JSON lines, as `dlq export` writes them, into a queue, byte for byte.
@@ -421,7 +429,7 @@ def imported_store(place: str | None, namespace: str | None) -> ResettableStore 
         return None
     module, colon, name = place.partition(":")
     if "://" in place:  # a URL may hold a password
-        raise typer.BadParameter("--idempotency takes MODULE:NAME, a store that your code makes, not a URL")
+        raise typer.BadParameter("--idempotency takes MODULE:NAME, a store that your code creates, not a URL")
     if not module or not colon or not name:
         raise typer.BadParameter(f"--idempotency takes MODULE:NAME, not {place!r}")
     sys.path.insert(0, str(Path.cwd()))
@@ -449,7 +457,7 @@ def _age(option: str, text: str | None) -> float | None:
     try:
         age = age_in_seconds(text)
     except ConfigurationError as error:
-        raise typer.BadParameter(f"{option} takes a number with s, m, h, d or w behind it, not {text!r}") from error
+        raise typer.BadParameter(f"{option} must be a number followed by s, m, h, d or w, not {text!r}") from error
     if age > LONGEST:
-        raise typer.BadParameter(f"{option} takes an age of {LONGEST:g} seconds at most, not {text!r}")
+        raise typer.BadParameter(f"{option} must be at most {LONGEST:g} seconds, not {text!r}")
     return age

@@ -21,17 +21,17 @@ def doctor(
         str | None,
         typer.Option(
             metavar="URL",
-            help="Of the management API, to log in there: http[s]://[user:password@]host[:port]. Default: port 15672 "
-            "of the AMQP hosts, or 15671 with TLS; then the password goes only to this machine, or to a host whose "
-            "certificate verifies.",
+            help="The management API to log in to: http[s]://[user:password@]host[:port]. Default: port 15672 "
+            "of the AMQP hosts, or 15671 with TLS; then the password is sent only to this machine, or to a host with a "
+            "valid certificate.",
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write the findings as JSON.")] = False,
 ) -> None:
     """Check hosts, TLS, permissions, version, alarms, and queues that lose messages.
 
-    It changes nothing. The exit status is 1 if it found a problem. Only the management API knows the arguments of
-    queues; if that cannot be reached, the report names the checks that were left out.
+    It changes nothing. The exit status is 1 if it finds a problem. Only the management API knows the arguments of
+    queues. If it is unavailable, the report lists the checks that were skipped.
     """
     from reliable_mq.cli.doctor.examine import examine
     from reliable_mq.cli.doctor.finding import Status, show, worst, write_json
