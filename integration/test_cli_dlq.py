@@ -179,7 +179,7 @@ def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHos
 
 def test_a_wrong_command_line_says_what_is_wrong(vhost: VirtualHost) -> None:
     for arguments, expected in (
-        (["--older-than", "soon"], "must be a number with s, m, h, d or w"),
+        (["--older-than", "soon"], "must be a number followed by s, m, h, d or w"),
         (["--header", "x"], "takes NAME=VALUE"),
         (["--exchange", "x"], "go together"),
         (["--idempotency", "nothing:at-all"], "No module named 'nothing'"),
