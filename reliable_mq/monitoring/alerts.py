@@ -112,8 +112,8 @@ ALERTS: Final = (
         name="ReliableMQOldestOutstanding",
         severity="critical",
         expression="reliable_mq_publisher_outstanding_oldest_age_seconds > MAX_AGE",
-        summary=f"A message is unconfirmed for {{{{ $value | humanizeDuration }}}}: {_PUBLISHER}",
-        description="The broker does not confirm this message, and the publisher goes on trying.",
+        summary=f"A message has been unconfirmed for {{{{ $value | humanizeDuration }}}}: {_PUBLISHER}",
+        description="The broker does not confirm this message, and the publisher keeps trying.",
     ),
     Alert(
         name="ReliableMQNothingConfirmed",
@@ -148,13 +148,13 @@ ALERTS: Final = (
         expression="reliable_mq_publisher_connected == 0",
         lasting=True,
         summary=f"Not connected: {_PUBLISHER}",
-        description="The publisher cannot reach a broker, and goes on trying. Its log names the reason.",
+        description="The publisher cannot reach a broker, and keeps trying. Its log names the reason.",
     ),
     Alert(
         name="ReliableMQOldestInOutbox",
         severity="critical",
         expression="reliable_mq_outbox_oldest_age_seconds > MAX_AGE",
-        summary=f"A message is in the outbox for {{{{ $value | humanizeDuration }}}}: {_PUBLISHER}",
+        summary=f"A message has been in the outbox for {{{{ $value | humanizeDuration }}}}: {_PUBLISHER}",
         description="The relay does not publish its rows: no broker, no relay, or too few of them.",
     ),
     Alert(
@@ -206,7 +206,7 @@ ALERTS: Final = (
         expression="reliable_mq_consumer_connected == 0",
         lasting=True,
         summary=f"Not subscribed: {_CONSUMER}",
-        description="The consumer cannot reach a broker or its queue, and goes on trying. Its log names the reason.",
+        description="The consumer cannot reach a broker or its queue, and keeps trying. Its log names the reason.",
     ),
     Alert(
         name="ReliableMQHandlersOverdue",

@@ -160,7 +160,7 @@ PUBLISHERS: Final = Dashboard(
             "Health",
             stat(
                 "Not connected",
-                "Publishers that have no channel on which the broker takes messages. They go on trying.",
+                "Publishers that have no channel on which the broker takes messages. They keep trying.",
                 "count(reliable_mq_publisher_connected{FILTER} == 0) or vector(0)",
                 alarm=1,
             ),
@@ -317,7 +317,7 @@ CONSUMERS: Final = Dashboard(
             "Health",
             stat(
                 "Not subscribed",
-                "Consumers that are not subscribed to their queue. They go on trying.",
+                "Consumers that are not subscribed to their queue. They keep trying.",
                 "count(reliable_mq_consumer_connected{FILTER} == 0) or vector(0)",
                 alarm=1,
             ),
