@@ -78,9 +78,9 @@ def other_server() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("/json", "did not answer as a probe"),
-        ("/parts", "did not answer as a probe"),
-        ("/other", "answered 404"),
+        ("/json", "did not respond like a probe"),
+        ("/parts", "did not respond like a probe"),
+        ("/other", "responded with 404"),
         ("/é", "not ASCII"),
     ],
 )

@@ -187,7 +187,7 @@ def assert_is_in_a_line(text: str, told: str) -> None:
         ("$CLI --help 2>&- <&-", 0, ""),
         ("$CLI dlq list http://h q 2>&-", 1, ""),
         ("$CLI --help | head -0; exit ${PIPESTATUS[0]}", None, ""),
-        ("COLUMNS=0 $CLI --help >&2", 0, "Reliable publishing to and consuming from RabbitMQ."),
+        ("COLUMNS=0 $CLI --help >&2", 0, "Publish to and consume from RabbitMQ without losing messages."),
         ("$CLI dlq show amqp://u:canary@h $'\\xff\\xfe'", 1, "reliable-mq: queue must be valid UTF-8"),
         ("PYTHONIOENCODING=ascii $CLI doctor amqp://127.0.0.1:1", 1, ""),
         ("LC_ALL=C PYTHONIOENCODING=latin-1 $CLI health http://127.0.0.1:1", 1, "no response from 127.0.0.1"),
