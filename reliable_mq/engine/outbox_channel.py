@@ -255,8 +255,12 @@ class BaseOutboxChannel(BaseChannel[C]):
             stored = yield self._wait_stored(timeout)
             if not stored and (left := self._window.count):
                 return left
-        _, last = yield self._ask(self._backlog, deadline)
-        left = yield from self._wait_relayed(last, deadline, lambda: True)
+        try:
+            _, last = yield self._ask(self._backlog, deadline)
+            left = yield from self._wait_relayed(last, deadline, lambda: True)
+        except OutboxError:
+            self._check_relayed()  # closing the outbox ends a query that takes long
+            raise
         if left:
             self._check_relayed()
         return left
@@ -277,7 +281,8 @@ class BaseOutboxChannel(BaseChannel[C]):
                 enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows outstanding by then
                 left = yield from self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError) as error:
-            logger.error("failed to close the publisher of %r in order: %s", self.outbox, error)  # noqa: TRY400  # it says it all
+            if not self._outbox_closed:  # otherwise another caller has closed it, which ends a query that takes long
+                logger.error("failed to close the publisher of %r in order: %s", self.outbox, error)  # noqa: TRY400  # it says it all
         # Rows in flight to an unreachable broker stay in the outbox.
         self.relay.stop(max(deadline - time.monotonic(), 0.0) if worth_waiting() else 0.0)
         yield self._end_threads(deadline)

@@ -1,4 +1,4 @@
-"""Helpers for calls with a deadline and for late questions to an outbox."""
+"""Helpers for calls with a deadline, and for late and interrupted questions to an outbox."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from reliable_mq import OutboxError
 from reliable_mq.outbox import SQLiteOutbox
 
 if TYPE_CHECKING:
@@ -32,6 +33,17 @@ class LateQuestion(SQLiteOutbox):
     def close(self) -> None:
         super().close()
         self.closed.set()
+
+
+class InterruptedQuestion(LateQuestion):
+    """An outbox whose first `backlog` call takes long, so that closing the outbox ends it with an error."""
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        first = not self.asked.is_set()
+        found = super().backlog(up_to)
+        if first:
+            raise OutboxError("reading failed: interrupted")
+        return found
 
 
 @contextmanager

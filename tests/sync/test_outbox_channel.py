@@ -17,7 +17,7 @@ from reliable_mq.outbox.relay import OutboxWriter
 from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
 from reliable_mq.sync.outbox_channel import RelayPublisher
 from reliable_mq.testing.waiting import wait_until
-from tests.outbox.late import LateQuestion, on_time
+from tests.outbox.late import InterruptedQuestion, LateQuestion, on_time
 from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
@@ -58,6 +58,32 @@ def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -
         with pytest.raises(UsageError, match="for the next start"):
             flushed.result(20)
     assert outbox._connection is outbox._reader is None
+
+
+def test_a_flush_whose_count_a_close_ends_tells_of_the_close(tmp_path: Path) -> None:
+    """The error of the interrupted query is not the reason."""
+    outbox = InterruptedQuestion(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox)
+    publisher.publish(Message(b""), routing_key="q")
+    with ThreadPoolExecutor() as pool:
+        flushed = pool.submit(publisher.flush)
+        assert outbox.asked.wait(20)
+        publisher.close(0)
+        with pytest.raises(UsageError, match="for the next start"):
+            flushed.result(20)
+
+
+def test_a_close_that_ends_the_count_of_another_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The other one has nothing left to wait for."""
+    outbox = InterruptedQuestion(tmp_path / "outbox")
+    publisher = Publisher(NOBODY, outbox=outbox)
+    publisher.publish(Message(b""), routing_key="q")
+    with ThreadPoolExecutor() as pool:
+        closed = pool.submit(publisher.close, 20)
+        assert outbox.asked.wait(20)
+        publisher.close(0)
+        closed.result(20)
+    assert "failed to close" not in caplog.text
 
 
 def test_an_opening_that_is_interrupted_leaves_no_relay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
