@@ -151,8 +151,10 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """Begin to stop, and return at once.
 
         Thread-safe. Handlers and signal handlers may also call it. When running handlers have ended, `run` returns, or
-        the end of ``with`` is reached.
+        the end of ``with`` is reached. Does nothing in a forked child.
         """
+        if os.getpid() != self._made_in:
+            return
         with self._lock:
             if not self._is_stopped:
                 self._changed_at = time.monotonic()

@@ -88,6 +88,32 @@ def test_a_signal_ends_a_child_forked_during_run(number: signal.Signals) -> None
     assert ends == [-number]
 
 
+def test_a_stop_in_a_forked_child_does_nothing() -> None:
+    """A signal handler of the program may call it there. The parent's threads may have held locks at the fork."""
+    with Consumer(NOBODY, "orders", lambda _: None) as consumer:
+        held, forked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with consumer._lock, consumer._pools[0]._waiting._lock:
+                held.set()
+                forked.wait(60)
+
+        def stop() -> None:
+            signal.alarm(5)  # ends a child that hangs
+            consumer.stop()
+            signal.alarm(0)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        held.wait(60)
+        try:
+            assert end_of_forked_child(0, stop) == 0
+        finally:
+            forked.set()
+            holder.join()
+        assert "not connected" in repr(consumer), "the parent's is not stopped"
+
+
 @pytest.mark.parametrize("place", [(Consumer, "_new_subscription"), (WorkerPool, "start")], ids=["parts", "threads"])
 def test_a_stop_by_a_signal_handler_during_the_start_counts(
     monkeypatch: pytest.MonkeyPatch, place: tuple[type, str]
