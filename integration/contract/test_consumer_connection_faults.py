@@ -451,6 +451,21 @@ def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
         assert (consumer.reconnects, consumer.statistics.delivered) == (0, 200)
 
 
+def test_f09_a_large_delivery_takes_longer_than_any_reply(
+    vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory
+) -> None:
+    """The consumer asks for less prefetch when it has subscribed, and the reply waits behind the delivery."""
+    with Publisher(vhost.url, topology=[ORDERS]) as publisher:
+        assert book(checker, submit(checker, publisher, "orders", bytes(8_000_000)), timeout=60) is None
+    proxy = fault_proxy(vhost.url)
+    proxy.throttle(1_200_000)
+    handler = Handler(account=checker)
+    with Consumer(proxy.url, ORDERS, handler, connect_timeout=3) as consumer:
+        wait_until(lambda: consumer.statistics.acked == 1, timeout=60, what="the ack")
+        assert consumer.reconnects == 0
+    checker.close()
+
+
 def test_f10_peer_stops_reading_then_resets(
     vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:

@@ -162,6 +162,7 @@ class Connector:
             settings.connect_timeout,
             channel=self._ready_channel,
             is_blocked=lambda: self._blocked is not None,
+            bytes_received=lambda: 0 if self._link is None else self._link.bytes_received,
             discard=self.discard,
         )
 

@@ -82,6 +82,10 @@ class Link(Protocol):
         """The address of the peer; None if it is unknown."""
 
     @property
+    def bytes_received(self) -> int:
+        """The number of bytes read from the socket so far."""
+
+    @property
     def write_buffer_size(self) -> Callable[[], int]:
         """Return the number of bytes that the kernel has not accepted yet.
 

@@ -103,6 +103,7 @@ class Link:
     server = SERVER
     frame_max = 131072
     peer = Endpoint("192.0.2.1", 5672)
+    bytes_received = 0
 
     def __init__(self, loop: Loop, links: list[Link], endpoint: Endpoint, *arguments: Any) -> None:
         self.loop = loop

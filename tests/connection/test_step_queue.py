@@ -29,12 +29,14 @@ class Broker:
         self.now = 0.0
         self.timers: list[Timer] = []
         self.discarded: list[str] = []
+        self.bytes_received = 0
         self.reply: Callable[[MethodReply], None]
         self.steps = StepQueue(
             cast("EventLoop", self),
             LIMIT,
             channel=lambda: cast("Channel", self),
             is_blocked=lambda: False,
+            bytes_received=lambda: self.bytes_received,
             discard=self.discarded.append,
         )
 
@@ -90,5 +92,17 @@ def test_steps_in_line_behind_other_work_may_take_longer() -> None:
         broker.wait(LIMIT)
     assert broker.discarded == []
     waiting.clear()
+    broker.wait(LIMIT)
+    assert broker.discarded == ["the broker did not answer within 10 s"]
+
+
+def test_a_reply_behind_a_large_delivery_may_take_longer() -> None:
+    broker = Broker()
+    broker.steps.add(counts(1), lambda _: None, lambda: False)
+    for _ in range(3):
+        broker.bytes_received += 100_000
+        broker.wait(LIMIT)
+    assert broker.discarded == []
+    broker.bytes_received += 8  # a heartbeat
     broker.wait(LIMIT)
     assert broker.discarded == ["the broker did not answer within 10 s"]

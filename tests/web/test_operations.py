@@ -259,7 +259,7 @@ def test_a_body_that_a_form_would_change_cannot_be_edited(page: Page, broker: Me
         broker.add(QUEUE, Message(body, headers={headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}))
     browser = page(allow_changes=True, allow_editing=True)
     for one, body in zip(ids_of(browser), bodies, strict=True):
-        why = "no text" if len(body) < 200_000 else f"its body has {len(body):,} bytes"
+        why = "not printable text" if len(body) < 200_000 else f"its body has {len(body):,} bytes"
         shown = browser.get(f"/letter?queue={QUEUE}&id={one}").text
         assert "cannot be edited" in shown
         assert why in shown

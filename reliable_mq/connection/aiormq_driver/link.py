@@ -93,6 +93,7 @@ class Link:
         self._channels = ChannelTable(self.write, self._reader)
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
+        self.bytes_received = 0
         self._kept: deque[memoryview] = deque()  # whole frames that the transport is yet to take
         self._kept_bytes = 0
         self._state = LinkState.NEW
@@ -332,6 +333,7 @@ class Link:
     def _received(self, data: bytes) -> None:
         if self._aborted is not None:
             return
+        self.bytes_received += len(data)
         try:
             self._reader.feed(data)
             if self._state is LinkState.OPEN:

@@ -78,6 +78,11 @@ class Link:
         """The address of the peer; None if it is unknown."""
         return self._connection.peer()
 
+    @property
+    def bytes_received(self) -> int:
+        """The number of bytes read from the socket so far."""
+        return int(self._connection.bytes_received)
+
     def report_reads(self, fn: Callable[[], None]) -> None:
         """Call `fn` after every read, once all its frames have been passed on."""
         self._connection.on_read = fn
