@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -241,9 +242,9 @@ def test_f09_sending_may_take_longer_than_the_confirm_timeout(
         publisher.connect()
         started = time.monotonic()
         confirmation = submit(checker, publisher, "orders", bytes(15_000_000))
-        health = getattr(publisher, "publisher", publisher).health
-        wait_until(lambda: not health(stuck_after=12).progressing or confirmation.done(), timeout=60, what="the confirm")
-        assert health(stuck_after=12).progressing
+        health = partial(getattr(publisher, "publisher", publisher).health, stuck_after=12)
+        wait_until(lambda: not health().progressing or confirmation.done(), timeout=60, what="the confirm")
+        assert health().progressing
         assert book(checker, confirmation) is None
         assert time.monotonic() - started > 12
         assert publisher.statistics.in_doubt == 0

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.cli import consume, demo, doctor, health, monitoring, publish
 from reliable_mq.cli.dlq import dlq
 from reliable_mq.cli.outbox import outbox
@@ -52,12 +53,21 @@ app.add_typer(dlq)
 app.add_typer(outbox)
 
 
+def _show_version(*, wanted: bool) -> None:
+    if wanted:
+        print(f"reliable-mq {OWN_VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
 def options(
     *,
     verbose: Annotated[
         int, typer.Option("--verbose", "-v", count=True, help="Show the library's log; twice: also the driver's.")
     ] = 0,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version, and exit.")
+    ] = False,
 ) -> None:
     """Publish to and consume from RabbitMQ, and check that a broker keeps messages."""
     show_logs(verbose)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,14 @@ def test_it_runs_as_a_module() -> None:
     assert done.returncode == 0
     for command in ("publish", "consume", "doctor", "demo"):
         assert command in done.stdout
+
+
+def test_the_version_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["reliable-mq", "--version"])
+    assert app.run() == 0
+    assert capsys.readouterr().out == f"reliable-mq {version('reliable-mq')}\n"
 
 
 @pytest.mark.slow

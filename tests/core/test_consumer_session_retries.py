@@ -10,6 +10,7 @@ import pytest
 from reliable_mq import (
     BrokerUnavailable,
     ConfigurationError,
+    DeadLetter,
     PublishBlocked,
     PublishError,
     PublishNacked,
@@ -218,8 +219,11 @@ def test_the_log_does_not_say_the_exception_twice() -> None:
     session = make(retry=RetryPolicy(2, give_up_on=KeyError))
     [item] = deliver(session, items(1))
     session.finished([Failed(item, describe(KeyError("k"), 1.0))], 0.0)
+    [gone] = deliver(session, items(1, 2))
+    session.finished([Failed(gone, describe(DeadLetter("the customer is gone"), 1.0))], 0.0)
     assert lines(session) == [
-        "message 'm1' of queue 'orders' dead-lettered: the retry policy gives up on KeyError: 'k'; attempts failed: 1"
+        "message 'm1' of queue 'orders' dead-lettered: the retry policy gives up on KeyError: 'k'; attempts failed: 1",
+        "message 'm2' of queue 'orders' dead-lettered: the customer is gone; attempts failed: 1",
     ]
 
 
