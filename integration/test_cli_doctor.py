@@ -269,7 +269,7 @@ def test_an_alarm_is_seen_with_and_without_the_management_api(
 @pytest.mark.parametrize(
     ("name", "trusted", "status", "text"),
     [
-        ("localhost", True, "warning", "certificate and host name verified; it expires on"),
+        ("localhost", True, "warning", "certificate and host name verified; the certificate expires on"),
         ("other.example", True, "problem", "cannot be verified: Hostname mismatch"),
         ("localhost", False, "problem", "cannot be verified"),
     ],
