@@ -290,22 +290,22 @@ class AsyncRelayPublisher:
 
     Args:
         connect: A callable that begins to connect. It waits until every host has had its first attempt.
-        send: A callable that submits a row to the channel to the broker. The row's confirmation must call the given
-            function.
+        send: A callable that submits a row to the channel to the broker. It must call the first function when the
+            channel takes the row, even if it is then cancelled. The row's confirmation must call the second one.
         kept: A callable that returns the places that settled rows have at the channel. The relay's thread calls it.
     """
 
     def __init__(
         self,
         connect: Callable[[], Awaitable[None]],
-        send: Callable[[OutboxRow, Callable[[AsyncConfirmation], None]], Awaitable[None]],
+        send: Callable[[OutboxRow, Callable[[], object], Callable[[AsyncConfirmation], None]], Awaitable[None]],
         kept: Callable[[], KeptPlaces] = KeptPlaces,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._connect = connect
         self._send = send
         self.kept = kept
-        self._to_send: deque[OutboxRow] = deque()
+        self._to_send: deque[OutboxRow] = deque()  # begins with the row that waits for the channel
         self._has_rows = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._ended = False  # by `cancel`, or because the loop ends
@@ -384,25 +384,21 @@ class AsyncRelayPublisher:
     async def _send_rows(self) -> None:
         """Send the rows, in order, until nothing can be published."""
         failure: ReliableMQError = _closed()
-        row: OutboxRow | None = None
         try:
             await self._connect()
             self._refusal = None
             while self._to_send:
-                row = self._to_send.popleft()
+                row = self._to_send[0]
                 try:
-                    await self._send(row, partial(self._done, row))
+                    await self._send(row, self._to_send.popleft, partial(self._done, row))
                 except (PublishError, ConfigurationError) as error:  # about this row
-                    self._settle(row, error)
-                row = None
+                    self._settle(self._to_send.popleft(), error)
         except ReliableMQError as error:
             failure = self._refusal = error
         except Exception as error:
             logger.exception("unexpected error while the relay submitted a row")
             failure = UsageError(f"the row could not be sent: {type(error).__name__}: {error}")
         finally:
-            if row is not None:
-                self._settle(row, failure)
             self._return_unsent(failure)
 
     def _return_unsent(self, failure: ReliableMQError) -> None:

@@ -258,15 +258,19 @@ class AsyncPublisher(
     async def _connect_relay(self) -> None:
         await awaiting(self._open_for_relay())
 
-    async def _relay(self, row: OutboxRow, done: Callable[[AsyncConfirmation], None]) -> None:
-        """Publish a row of the outbox."""
+    async def _relay(
+        self, row: OutboxRow, taken: Callable[[], object], done: Callable[[AsyncConfirmation], None]
+    ) -> None:
+        """Publish a row of the outbox. Call ``taken`` when the channel takes it."""
         channel = self._channel
         if channel is None or channel.fatal is not None:
             channel = await awaiting(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
         confirmation.callbacks = [*(confirmation.callbacks or ()), partial(done, confirmation)]
-        if not channel.take(confirmation):
-            await channel.wait_for_window(confirmation)
+        if channel.take(confirmation):
+            taken()
+        else:
+            await channel.wait_for_window(confirmation, taken)
 
     def _outbox_channel_to_start(self, outbox: Outbox) -> AsyncOutboxChannel:
         started = self._started_outbox_channel

@@ -177,8 +177,10 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             self._io.guard(self._advance)
         return True
 
-    async def wait_for_window(self, confirmation: AsyncConfirmation) -> None:
-        """Accept a publish once it fits the window.
+    async def wait_for_window(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None = None) -> None:
+        """Accept a publish once it fits the window, and call ``taken`` at that moment.
+
+        If the task is cancelled after that, in the same turn of the loop, the publish stays accepted.
 
         Raises:
             PublishUnconfirmed: If the window was full until the deadline. The message was not sent.
@@ -187,19 +189,20 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             UsageError: If the channel was closed in the meantime.
         """
         try:
-            await self._wait_for_window(confirmation)
+            await self._wait_for_window(confirmation, taken)
         except BaseException as error:
             end_trace(confirmation, error)
             raise
 
-    async def _wait_for_window(self, confirmation: AsyncConfirmation) -> None:
+    async def _wait_for_window(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None) -> None:
         seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         record((confirmation,), PublicationEvent.WINDOW_FULL)
-        taken = await self._waiters.wait(confirmation.size, remaining, partial(self._admit_waiting, confirmation))
-        if taken:
+        admit = partial(self._admit_waiting, confirmation, taken)
+        admitted = await self._waiters.wait(confirmation.size, remaining, admit)
+        if admitted:
             return
-        if taken is None or self._takes_none or self.session.blocked_reason:
+        if admitted is None or self._takes_none or self.session.blocked_reason:
             raise self._refusal(confirmation)
         raise self._window_timeout(confirmation, seconds)
 
@@ -252,9 +255,11 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             self._woken = True
             self.loop.call_soon(self._io.guard, self._on_wake)
 
-    def _admit_waiting(self, confirmation: AsyncConfirmation) -> None:
+    def _admit_waiting(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None) -> None:
         record((confirmation,), PublicationEvent.ADMITTED)
         self._admit(confirmation)
+        if taken is not None:
+            taken()
 
     def _on_wake(self) -> None:
         self._woken = False

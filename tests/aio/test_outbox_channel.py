@@ -395,10 +395,11 @@ class RowsInTests:
     async def _connect(self) -> None:
         """Do nothing: it counts as connected."""
 
-    async def _send(self, row: OutboxRow, _: Callable[..., None]) -> None:
+    async def _send(self, row: OutboxRow, taken: Callable[[], object], _: Callable[..., None]) -> None:
         self.sent.append(row.id)
         if self._hangs:
             await asyncio.Event().wait()
+        taken()
 
 
 def row(number: int) -> OutboxRow:
@@ -497,10 +498,11 @@ def test_an_error_of_sending_ends_no_relay(caplog: pytest.LogCaptureFixture) -> 
 
         async def connect() -> None: ...
 
-        async def send(one: OutboxRow, _: object) -> None:
+        async def send(one: OutboxRow, taken: Callable[[], object], _: object) -> None:
             sent.append(one.id)
             if len(sent) == 1:
                 raise KeyError(one.id)
+            taken()
 
         publisher = AsyncRelayPublisher(connect, send)
         publisher.start()

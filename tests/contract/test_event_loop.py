@@ -32,8 +32,10 @@ from reliable_mq import (
     UsageError,
 )
 from reliable_mq.aio import publisher_channel
+from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
 from reliable_mq.connection.aiormq_driver import Link, link
 from reliable_mq.connection.connection import ConnectionState
+from reliable_mq.core.outbox import OutboxRow
 from reliable_mq.engine import publisher as engine_publisher
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
@@ -444,6 +446,26 @@ def test_close_raises_a_failure_admitted_during_cancellation(broker: ScriptedBro
 
     with pytest.raises(PublishNacked):
         run(main())
+
+
+def test_a_row_admitted_as_its_relay_is_cancelled_returns_once(broker: ScriptedBroker, run: Any) -> None:
+    """Its confirm decides, so it is not published again."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, max_outstanding=1) as publisher:
+            relay = AsyncRelayPublisher(publisher._connect_relay, publisher._relay)
+            relay.start()
+            relay.send([OutboxRow(number, Message(b"x"), "", "q", True, None, 0, False) for number in (1, 2, 3)])
+            relay.watch(lambda: relay._loop.call_soon(relay.cancel))  # between the admission and the next turn
+            for tag in (1, 2):
+                await until(lambda tag=tag: len(broker.published) == tag)  # type: ignore[misc]
+                broker.published[-1].channel.ack(tag)
+            await publisher.flush()
+            await until(lambda: len(relay._settled) >= 3)
+            settled = [(row.id, error is None) for row, error in relay.take_settled()]
+            assert sorted(settled) == [(1, True), (2, True), (3, False)]
+
+    run(main())
 
 
 def test_the_time_to_connect_counts_against_the_wait_for_room(
