@@ -457,15 +457,30 @@ def test_it_is_requeued_when_the_session_stops() -> None:
 
 
 def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:
-    """Its headers would change, or our headers make it too large."""
+    """Its headers would change."""
     session = make(quarantine=True)
     broken = delivery(redelivered=True, headers={"x-delivery-count": 5}, app_id=b"")
     broken.complete(properties=b"\x00")
     assert deliver(session, [broken]) == [broken]
-    republish = suspect(session, 2)
-    session.published(republish, PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR"), 0.0)
-    session.tick(0.0)
-    assert session.take_work() == [republish.delivery]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PublishRefused("too large", reply_code=406, reply_text="PRECONDITION_FAILED"),
+        ConfigurationError("larger than a frame"),
+    ],
+)
+def test_a_suspect_that_quarantine_refuses_is_dead_lettered(error: Exception) -> None:
+    """A handler would be killed again."""
+    session = make(quarantine=True)
+    republish = suspect(session)
+    session.published(republish, error, 0.0)  # type: ignore[arg-type]
+    session.tick(100.0)
+    assert session.take_work() == []
+    dead = only_republish(session)
+    assert (dead.delivery, dead.purpose) == (republish.delivery, RepublishReason.DEAD_LETTER)
+    assert dead.reason == f"cannot be moved to quarantine: {error}"
 
 
 def test_where_it_is_missing_it_is_declared_again() -> None:

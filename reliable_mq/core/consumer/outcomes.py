@@ -347,6 +347,9 @@ class OutcomeHandler:
                 return
             if isinstance(error, PublishRefused) and error.reply_code == CONTENT_TOO_LARGE:
                 self._settlement.republish.cut(republish)
+        elif refused and republish.purpose is RepublishReason.QUARANTINE:  # it may kill its consumer, and must not run
+            self._settlement.dead_letter(delivery, f"cannot be moved to quarantine: {error}")
+            return
         elif refused or (
             blocked
             and republish.purpose is RepublishReason.RETRY
