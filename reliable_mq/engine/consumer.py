@@ -178,6 +178,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
 
     @prefetch.setter
     def prefetch(self, prefetch: int) -> None:
+        self._check_process()
         with self._lock:
             self._options.change_prefetch(prefetch)
             subscription = self._subscription

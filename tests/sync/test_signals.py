@@ -6,15 +6,18 @@ import signal
 import threading
 import time
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq import Consumer
+from reliable_mq import Consumer, UsageError
 from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.sync.consumer import next_signal, wait_heeding_signals
 from reliable_mq.testing.waiting import wait_until
 from tests.children import end_of_forked_child
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -88,8 +91,14 @@ def test_a_signal_ends_a_child_forked_during_run(number: signal.Signals) -> None
     assert ends == [-number]
 
 
-def test_a_stop_in_a_forked_child_does_nothing() -> None:
-    """A signal handler of the program may call it there. The parent's threads may have held locks at the fork."""
+def set_prefetch(consumer: Consumer) -> None:
+    with pytest.raises(UsageError, match="made before fork"):
+        consumer.prefetch = 5
+
+
+@pytest.mark.parametrize("use", [Consumer.stop, set_prefetch])
+def test_a_forked_child_waits_for_no_lock_of_a_consumer(use: Callable[[Consumer], None]) -> None:
+    """A signal handler of the program may stop it there. The parent's threads may have held locks at the fork."""
     with Consumer(NOBODY, "orders", lambda _: None) as consumer:
         held, forked = threading.Event(), threading.Event()
 
@@ -98,16 +107,16 @@ def test_a_stop_in_a_forked_child_does_nothing() -> None:
                 held.set()
                 forked.wait(60)
 
-        def stop() -> None:
+        def use_it() -> None:
             signal.alarm(5)  # ends a child that hangs
-            consumer.stop()
+            use(consumer)
             signal.alarm(0)
 
         holder = threading.Thread(target=hold)
         holder.start()
         held.wait(60)
         try:
-            assert end_of_forked_child(0, stop) == 0
+            assert end_of_forked_child(0, use_it) == 0
         finally:
             forked.set()
             holder.join()
