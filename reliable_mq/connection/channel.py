@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import ChannelEvents, EventLoop, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
+__all__ = ["HEARTBEATS", "Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
 
 # The minimum time limit for the ``consume-ok`` of a stream, in seconds. RabbitMQ 4.3 takes 4 to 14 s while the node of
 # a member is down: one process manages all members of all streams, and tries to reach that node again and again.
@@ -41,7 +41,7 @@ _TIME_TO_ATTACH: Final = 60.0
 
 _LONGEST_GAP = 1e-3  # seconds
 _GAP_PER_DELIVERY = 2.5e-6  # seconds for each delivery of the prefetch
-_HEARTBEATS = 1024  # bytes, more than the heartbeats within a time limit
+HEARTBEATS: Final = 1024  # bytes, more than the heartbeats within a time limit
 _MANY_BYTES = 64 * 1024  # a read of this size is worth a turn of the loop
 
 
@@ -423,7 +423,7 @@ class StepQueue:
         self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))
 
     def _on_timeout(self, waited: float) -> None:
-        arriving = self._bytes_received() - self._received_before > _HEARTBEATS
+        arriving = self._bytes_received() - self._received_before > HEARTBEATS
         if arriving or self._is_blocked() or self._runners[0].in_line():
             self._set_timer(self._usual)
         elif (limit := self._runners[0].time_to_answer(self._usual)) > waited:

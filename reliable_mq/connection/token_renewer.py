@@ -6,8 +6,9 @@ Invariants:
 
 - No log line contains a token, and this module stores none.
 - A result of the callback that comes after the loss of its connection is dropped.
-- If the broker does not reply to an update in time, the connection is discarded, unless the broker has blocked the
-  connection and so does not read.
+- If the broker does not reply to an update in time, the connection is discarded. The time limit starts again while the
+  broker has blocked the connection and so does not read, and on a slow network, where the update waits behind data that
+  is not sent yet, or its reply behind deliveries.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import methods
+from reliable_mq.connection.channel import HEARTBEATS
 from reliable_mq.connection.errors import is_refusal
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.statistics import TokenStatistics
@@ -79,6 +81,7 @@ class TokenRenewer:
         self._renewal = TokenRenewal()
         self._link: Link | None = None
         self._timer: TimerHandle | None = None
+        self._received_before = 0  # bytes, when the time limit of a sent token began
         self._read: tuple[float, float | None] = 0.0, None  # when the next connect's token was read, and its lifetime
 
     def credentials_read(self, credentials: Credentials | None) -> None:
@@ -102,8 +105,8 @@ class TokenRenewer:
 
     def unblocked(self) -> None:
         """Start the time limit of a sent token again, because the broker reads again."""
-        if self._renewal.state is RenewalState.SENT:
-            self._set_timer(self._settings.connect_timeout, self._on_unanswered)
+        if self._link is not None and self._renewal.state is RenewalState.SENT:
+            self._await_answer(self._link)
 
     def lost(self, loss: ConnectionLoss | None = None) -> bool:
         """Forget the connection. Return whether the broker ended it to refuse a token.
@@ -168,7 +171,7 @@ class TokenRenewer:
             return
         self._renewal.read(time.monotonic(), result.lifetime)
         link.write(frame)
-        self._set_timer(self._settings.connect_timeout, self._on_unanswered)
+        self._await_answer(link)
 
     def _failed(self, reason: str) -> None:
         if self._renewal.state is not RenewalState.READING:  # the call took too long, and has failed already
@@ -185,8 +188,13 @@ class TokenRenewer:
         )
         self._plan()
 
-    def _on_unanswered(self) -> None:
-        if self._is_blocked():
-            self._set_timer(self._settings.connect_timeout, self._on_unanswered)
+    def _await_answer(self, link: Link) -> None:
+        self._received_before = link.bytes_received
+        self._set_timer(self._settings.connect_timeout, partial(self._on_unanswered, link))
+
+    def _on_unanswered(self, link: Link) -> None:
+        arriving = link.bytes_received - self._received_before > HEARTBEATS
+        if arriving or link.write_buffer_size() or self._is_blocked():
+            self._await_answer(link)
         elif self._renewal.state is RenewalState.SENT:
             self._discard(f"connection.update-secret was not answered within {self._settings.connect_timeout:g} s")

@@ -30,6 +30,8 @@ class Renewal:
         self.loop = Loop()
         self.loop.on_error = pytest.fail  # type: ignore[assignment]
         self.sent: list[bytes] = []
+        self.discarded: list[str] = []
+        self.unsent = 0  # bytes
 
         def call(_name: str, fn: Callable[[], Any], done: Callable[[Any], None]) -> None:
             self.loop.call_later(takes, lambda: done(fn()))
@@ -45,13 +47,15 @@ class Renewal:
                 connect_timeout=CONNECT_TIMEOUT,
             ),
             CredentialsCalls(0.9 * CONNECT_TIMEOUT),
-            discard=pytest.fail,
+            discard=self.discarded.append,
             is_blocked=lambda: False,
             unneeded=lambda: None,
         )
         self.renewer.credentials_read(Credentials("guest", "first", LIFETIME))
-        link: Any = SimpleNamespace(frame_max=8192, write=self.sent.append)
-        self.renewer.connected(link)
+        self.link: Any = SimpleNamespace(
+            frame_max=8192, write=self.sent.append, bytes_received=0, write_buffer_size=lambda: self.unsent
+        )
+        self.renewer.connected(self.link)
 
 
 def test_a_token_that_comes_after_connect_timeout_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,3 +85,21 @@ def test_a_call_that_fails_after_connect_timeout_counts_once(monkeypatch: pytest
     renewal.loop.pass_time(RENEWED_AFTER + CONNECT_TIMEOUT + 2.0)
     assert renewal.renewer.statistics == TokenStatistics(failed=1)
     assert not renewal.sent
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_an_update_may_wait_behind_other_data_on_a_slow_network(
+    monkeypatch: pytest.MonkeyPatch, direction: str
+) -> None:
+    """A large message takes longer than ``connect_timeout``."""
+    renewal = Renewal(monkeypatch, takes=0.0)
+    renewal.loop.pass_time(RENEWED_AFTER)
+    assert len(renewal.sent) == 1
+    for _ in range(3):
+        renewal.unsent = 10_000 if direction == "out" else 0
+        renewal.link.bytes_received += 10_000 if direction == "in" else 100  # heartbeats
+        renewal.loop.pass_time(CONNECT_TIMEOUT)
+    assert renewal.discarded == []
+    renewal.unsent = 0
+    renewal.loop.pass_time(CONNECT_TIMEOUT)
+    assert renewal.discarded == ["connection.update-secret was not answered within 2 s"]
