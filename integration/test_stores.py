@@ -179,7 +179,10 @@ def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
         assert {claim.status for claim in again} == {ClaimStatus.NEW}
 
 
-def test_claims_and_completions_of_the_same_keys_do_not_deadlock(database: Callable[[str], Database]) -> None:
+@pytest.mark.parametrize("other", ["completion", "reset"])
+def test_claims_and_other_calls_for_the_same_keys_never_deadlock(
+    database: Callable[[str], Database], other: str
+) -> None:
     """They lock keys in the same order, also if the database sorts texts in another."""
     url = make_url(database("postgresql").fresh())
     name = f"{url.database}_icu"
@@ -193,14 +196,18 @@ def test_claims_and_completions_of_the_same_keys_do_not_deadlock(database: Calla
     waiting = text("SELECT count(*) FROM pg_locks WHERE NOT granted")
     with closing(SQLAlchemyStore(engine, timeout=20.0)) as store, ThreadPoolExecutor() as threads:
         store.create_table()
-        claims = store.claim_many(["B", "a"], LEASE)
+        claims = [*store.claim_many(["a"], LEASE), *store.claim_many(["B"], LEASE)]  # in this order in the table
+        if other == "reset":
+            for claim in claims:
+                store.release_many([claim], failed=True)
         with engine.connect() as holding, engine.connect() as looking:
             holding.execute(text("SELECT * FROM reliable_mq_claims WHERE claim_key = 'B' FOR UPDATE"))
             again = threads.submit(store.claim_many, ["B", "a"], LEASE)
             wait_until(lambda: looking.scalar(waiting) == 1, timeout=10, what="the claim to wait")
-            completed = threads.submit(store.complete_many, claims)
-            wait_until(lambda: looking.scalar(waiting) == 2, timeout=10, what="the completion to wait")
-        assert completed.result() == [True, True]
+            call = partial(store.complete_many, claims) if other == "completion" else partial(store.reset_many, "Ba")
+            changed = threads.submit(call)
+            wait_until(lambda: looking.scalar(waiting) == 2, timeout=10, what=f"the {other} to wait")
+        assert changed.result() == [True, True]
         again.result()
     assert errors == []
     engine.dispose()

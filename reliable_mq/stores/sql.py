@@ -461,8 +461,11 @@ class PostgreSQL(Dialect):
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
         rows = yield Query(
-            f"UPDATE {self.table} SET attempts = 0 WHERE {self._patient} AND claim_key = ANY(CAST(:keys AS text[])) "
-            f"AND format = {FORMAT} AND state < 2 AND attempts > 0 AND expires > {self._now} RETURNING claim_key",
+            f"WITH locked AS (SELECT c.claim_key FROM {self.table} c WHERE {self._patient} AND {self._listed} "
+            f"AND c.format = {FORMAT} AND c.state < 2 AND c.attempts > 0 AND c.expires > {self._now} "
+            f"ORDER BY {self._order} FOR UPDATE) "
+            f"UPDATE {self.table} c SET attempts = 0 FROM locked WHERE {self._listed} "
+            "AND c.claim_key = locked.claim_key RETURNING c.claim_key",
             {"keys": list(keys)},
         )
         return {key for (key,) in rows}
