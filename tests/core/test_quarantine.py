@@ -457,11 +457,15 @@ def test_it_is_requeued_when_the_session_stops() -> None:
 
 
 def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:
-    """Its headers would change."""
+    """Its headers would change, or the user may not write there."""
     session = make(quarantine=True)
     broken = delivery(redelivered=True, headers={"x-delivery-count": 5}, app_id=b"")
     broken.complete(properties=b"\x00")
     assert deliver(session, [broken]) == [broken]
+    republish = suspect(session, 2)
+    session.published(republish, PublishRefused("no permission", reply_code=403, reply_text="ACCESS_REFUSED"), 0.0)
+    session.tick(0.0)
+    assert session.take_work() == [republish.delivery]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ _UNIDENTIFIED: Final = (
 _LONGEST_HELD: Final = 60.0  # the maximum seconds until a delivery is due that is held in place of a delay queue
 _LONGEST_WAIT: Final = 60.0  # the maximum seconds between attempts to dead-letter, or to reach the store
 _QUARANTINE_DELAY: Final = 1.0  # the maximum seconds from the queue to quarantine
+_ACCESS_REFUSED: Final = 403
 _BLOCKED_TRIES: Final = 3  # attempts to publish a dead letter during an alarm, if the broker can dead-letter
 
 
@@ -347,7 +348,8 @@ class OutcomeHandler:
                 return
             if isinstance(error, PublishRefused) and error.reply_code == CONTENT_TOO_LARGE:
                 self._settlement.republish.cut(republish)
-        elif refused and republish.purpose is RepublishReason.QUARANTINE:  # it may kill its consumer, and must not run
+        elif refused and republish.purpose is RepublishReason.QUARANTINE and not _is_forbidden(error):
+            # It may kill its consumer, and must not run. A missing permission is not the fault of the message.
             self._settlement.dead_letter(delivery, f"cannot be moved to quarantine: {error}")
             return
         elif refused or (
@@ -412,6 +414,10 @@ class OutcomeHandler:
         failures.add(failure)
         attempts.remember(delivery, failures)
         return failures
+
+
+def _is_forbidden(error: ReliableMQError) -> bool:
+    return isinstance(error, PublishRefused) and error.reply_code == _ACCESS_REFUSED
 
 
 def _due(republish: RepublishRequest, now: float) -> float:
