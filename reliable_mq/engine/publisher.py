@@ -528,8 +528,7 @@ class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
         """Raise the error of leaving a ``with`` block, or log it if the block raised."""
         if exc_type is None:
             raise error
-        text = "leaving a publisher because of %s, with messages unconfirmed"
-        logger.error(text, exc_type.__name__, exc_info=error)
+        logger.error("leaving a publisher because of %s, with messages unconfirmed: %s", exc_type.__name__, error)
 
     def _readings(self) -> Iterator[Reading]:
         name, channel = self._options.name, self._channel or self._former

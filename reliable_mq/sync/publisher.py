@@ -209,8 +209,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         """Close at once, after an exception has interrupted entering or closing."""
         try:
             self.close(0)
-        except PublishError:
-            logger.exception("a publisher was interrupted with unconfirmed messages")
+        except PublishError as error:
+            logger.error("a publisher was interrupted with unconfirmed messages: %s", error)  # noqa: TRY400  # the error says it all
 
     # Messages in flight
 
@@ -272,8 +272,8 @@ def _close_at_exit() -> None:
         logger.warning("%r was not closed; closing it at exit", publisher)
         try:
             publisher.close(max(deadline - time.monotonic(), 0.0))
-        except PublishError:
-            logger.exception("messages were lost at exit")
+        except PublishError as error:
+            logger.error("messages were lost at exit: %s", error)  # noqa: TRY400
         except Exception:
             logger.exception("failed to close %r at exit", publisher)  # the others must be closed, too
 

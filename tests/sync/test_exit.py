@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reliable_mq import Consumer, Message, Publisher, UsageError
+import pytest
+
+from reliable_mq import Consumer, Message, Publisher, PublishUnconfirmed, UsageError
 from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.sync import consumer as module
 from reliable_mq.sync import publisher as publisher_module
@@ -13,8 +15,6 @@ from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import pytest
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
 
@@ -48,6 +48,29 @@ def test_a_publisher_that_cannot_be_closed_keeps_no_other(
     publisher_module._close_at_exit()
     assert set(closed) == publishers
     assert caplog.text.count("RuntimeError: can't create new thread") == 3
+
+
+def test_lost_messages_are_one_line_of_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A traceback would show only the library, which is not at fault."""
+    lost = PublishUnconfirmed("message 1 was not confirmed", message_id="1")
+
+    def close(_publisher: Publisher, _timeout: float = 0.0) -> None:
+        raise lost
+
+    publisher = Publisher(NOBODY)
+    monkeypatch.setattr(Publisher, "close", close)
+    monkeypatch.setattr(publisher_module, "_open_publishers", {publisher})
+    publisher_module._close_at_exit()
+    publisher._give_up()
+    publisher.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert [record.getMessage() for record in caplog.records][1:] == [
+        "messages were lost at exit: message 1 was not confirmed",
+        "a publisher was interrupted with unconfirmed messages: message 1 was not confirmed",
+        "leaving a publisher because of KeyboardInterrupt, with messages unconfirmed: message 1 was not confirmed",
+    ]
+    assert "Traceback" not in caplog.text
 
 
 def test_outboxes_are_flushed_and_closed_at_exit_without_threads(
