@@ -97,7 +97,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 f"idempotency is a store for AsyncConsumer, which would never be awaited: {options.store!r}"
             )
         if is_coroutine_function(options.handler):
-            raise ConfigurationError("handler is a coroutine function, which would never be awaited")
+            raise ConfigurationError("handler is a coroutine function, which would never be awaited: use AsyncConsumer")
 
     def _pool_type(self) -> type[WorkerPool]:
         return WorkerPool

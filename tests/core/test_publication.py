@@ -62,6 +62,14 @@ def test_one_that_the_default_exchange_returned_needs_a_queue() -> None:
     assert "312 NO_ROUTE; declare a queue of that name, or" in str(publication.failure())
 
 
+def test_one_without_a_routing_key_needs_one() -> None:
+    """No queue of the default exchange has an empty name."""
+    publication = Publication(Message(b"body"), "", "", True, 4, 12.5, None)
+    publication.outcome = Outcome.RETURNED
+    publication.reply = BrokerReply(312, "NO_ROUTE")
+    assert "312 NO_ROUTE; it has no routing key: name a queue, routing_key=..., or" in str(publication.failure())
+
+
 def test_a_refused_one_carries_the_channel_exception(publication: Publication) -> None:
     """The error has the code and text of the channel exception."""
     publication.outcome = Outcome.REFUSED

@@ -214,6 +214,8 @@ class Publication:
                 remedy = "; declare a queue of that name, or publish with mandatory=False to drop it"
                 if self.exchange:
                     remedy = "; bind a queue, or publish with mandatory=False to drop it"
+                elif not self.routing_key:
+                    remedy = "; it has no routing key: name a queue, routing_key=..., or an exchange"
                 return PublishReturned(
                     f"{self} was returned: {code} {text}{remedy}{doubt}",
                     message_id=message_id,
