@@ -53,9 +53,10 @@ def main(database: str) -> None:
         if amount == 5:
             consumer.stop()
 
-    ten, five = Message.json({"amount": 10}), Message.json({"amount": 5})
+    ten, again = (Message.json({"amount": 10}, message_id="credit-1") for _ in range(2))  # delivered twice
+    five = Message.json({"amount": 5}, message_id="credit-2")
     with Publisher(URL, topology=[CREDITS]) as publisher:
-        publisher.publish_many([ten, ten, five], routing_key=CREDITS.name)  # ten is delivered twice
+        publisher.publish_many([ten, again, five], routing_key=CREDITS.name)
     consumer = Consumer(URL, CREDITS, handle, idempotency=store, retry=RetryPolicy(3, delays=(0.1,)))
     consumer.run()
     seen = consumer.statistics
