@@ -157,12 +157,14 @@ class Connector:
         self._warned = False  # a loss or failed attempt was logged as a warning; its end is logged at that level too
         self._set_up: SetupRunner | None = None
         self._answered_at = float("-inf")  # when the broker last answered a step of a set-up
+        #: Returns the number of bytes read from the current connection so far.
+        self.bytes_received: Callable[[], int] = lambda: 0 if self._link is None else self._link.bytes_received
         self._runs = StepQueue(
             loop,
             settings.connect_timeout,
             channel=self._ready_channel,
             is_blocked=lambda: self._blocked is not None,
-            bytes_received=lambda: 0 if self._link is None else self._link.bytes_received,
+            bytes_received=self.bytes_received,
             discard=self.discard,
         )
 

@@ -69,6 +69,11 @@ class IOThread(BaseConnection):
         """Whether the thread runs, in this process."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def bytes_received(self) -> int:
+        """The number of bytes read from the current connection so far."""
+        return self._connector.bytes_received() if self._has_connector else 0
+
     # -- any thread ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:

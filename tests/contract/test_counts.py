@@ -5,16 +5,18 @@ RabbitMQ also reports them for a quorum queue whose leader does not respond.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reliable_mq.cli.doctor.broker import HostEntry
 from reliable_mq.cli.doctor.examine import _existence
+from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.deadletters.queue import depths
+from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.monitoring import QueueDepths
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
@@ -22,6 +24,11 @@ from reliable_mq.url import parse_url
 from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.codec.methods import QueueState
+    from reliable_mq.core.channel_setup import StepGenerator
+    from reliable_mq.sync.io_thread import IOThread
     from tests.contract.scripted_broker import ScriptedBroker
 
 UNKNOWN = (0, 0)
@@ -43,6 +50,50 @@ def test_counts_in_doubt_are_asked_for_again(broker: ScriptedBroker) -> None:
     }
     assert counts == {"late": (7, 0), "ready": (3, 0), "empty": UNKNOWN, "missing": 404, "consumed": (0, 1)}
     assert not broker.counts
+
+
+class BusyIO:
+    """An I/O thread on which data arrives. The step goes out after some waits."""
+
+    running = True
+
+    def __init__(self, io: IOThread, waits: int) -> None:
+        self._io = io
+        self._waits = waits
+        self._received = 0
+        self._step: Callable[[], None] | None = None
+
+    def call_soon(self, fn: Callable[[], None]) -> None:
+        self._step = fn
+
+    @property
+    def bytes_received(self) -> int:
+        self._waits -= 1
+        if self._waits == 0 and self._step is not None:
+            self._io.call_soon(self._step)
+        self._received += 10_000 if self._waits >= 0 else 0
+        return self._received
+
+    def run(self, steps: StepGenerator, done: Callable[[object], None]) -> None:
+        self._io.run(steps, done)
+
+    def close(self, timeout: float) -> bool:
+        return self._io.close(timeout)
+
+
+def test_a_reply_is_waited_for_while_data_arrives(broker: ScriptedBroker) -> None:
+    """On a slow network, it comes after the deliveries that the broker sent before."""
+    broker.counts.append((3, 0))
+    with AdminChannel(parse_url(broker.url), name="test") as channel:
+        io = channel._io
+        channel._timeout = 0.5
+        channel._io = cast("IOThread", BusyIO(io, waits=3))
+        assert cast("QueueState", channel.carry_out(CheckQueue(QUEUE))).messages == 3
+
+        channel._timeout = 0.05
+        channel._io = cast("IOThread", BusyIO(io, waits=-1))
+        with pytest.raises(BrokerUnavailable, match=r"did not answer CheckQueue within 0\.05 s"):
+            channel.carry_out(CheckQueue(QUEUE))
 
 
 @pytest.mark.slow
