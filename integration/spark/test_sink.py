@@ -51,6 +51,21 @@ def test_a_batch_is_there_when_the_write_returns(spark: SparkSession, vhost: Vir
     assert {properties.delivery_mode for properties, _ in taken} == {2}
 
 
+def test_a_thread_writes_once_it_has_activated_the_session(spark: SparkSession, vhost: VirtualHost) -> None:
+    """Spark looks up formats of Python in the active session of the thread."""
+    rows = numbers(spark, 10)
+
+    def activate_and_write() -> None:
+        with pytest.raises(Exception, match="DATA_SOURCE_NOT_FOUND"):  # py4j's error, not PySpark's
+            write(rows, vhost, routingKey="orders")
+        spark.createDataFrame([], "id int")
+        write(rows, vhost, routingKey="orders")
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(activate_and_write).result()
+    assert len(drain(vhost, "orders")) == 10
+
+
 def test_sql_writes_into_a_view_and_not_into_a_table(spark: SparkSession, vhost: VirtualHost) -> None:
     """Spark passes the options of a view to the sink, and those of a table to nobody."""
     options = f"USING rabbitmq OPTIONS (url '{vhost.url}', routingKey 'orders')"
