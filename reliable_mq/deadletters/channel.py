@@ -71,6 +71,7 @@ class GetChannel(AdminChannel):
 
     Attributes:
         left: The number of messages in the queue when the first message of the latest batch was taken, including it.
+        doubtful: The number of acks that were sent on lost channels, of which RabbitMQ may have seen any or none.
     """
 
     def __init__(self, settings: ConnectionSettings, queue: str, *, name: str) -> None:
@@ -87,6 +88,7 @@ class GetChannel(AdminChannel):
         self._unacked = array("Q")  # the tags of unacked deliveries
         self._ends = array("Q")  # the last tag of each group that is requeued by one nack
         self.left = 0
+        self.doubtful = 0
         self._loss: ConnectionLoss | None = None
         self._gone = False  # deliveries were lost with their channel, and no caller has got an error for that yet
 
@@ -194,11 +196,13 @@ class GetChannel(AdminChannel):
         if not given:
             return
         frames = [encode_ack(source.channel, delivery.delivery_tag, multiple=False) for delivery in given]
+        self.doubtful += len(given)
         self._send(source, b"".join(frames))
         with self._lock:
             self.left = 0
         self._get(source, 1)  # the queue replies to this after the acks that it was sent
         self._send(source, b"")  # RabbitMQ's channel sends the acks that it held back before it replies to this
+        self.doubtful -= len(given)
         self._remove_unacked({delivery.delivery_tag for delivery in given})
 
     def finish(self) -> None:

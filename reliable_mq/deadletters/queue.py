@@ -270,8 +270,8 @@ class DeadLetterQueue:
             BrokerUnavailable: If the connection is lost and does not come back, or if nothing of a batch could be sent
                 within 60 s, as under an alarm of the broker.
             ConsumeError: If RabbitMQ does not deliver from this queue.
-            StaleDelivery: If the connection was lost, and after the limit or the stop, replayed messages without a
-                message id may still be in the queue.
+            StaleDelivery: If the connection was lost, and replayed messages may still be in the queue: RabbitMQ did not
+                deliver them again within 60 s, or they have no message id, and the limit or the stop was reached.
             IdempotencyStoreError: If the store does not respond.
         """
         routing = _routing(self._name, to, as_published=as_published)

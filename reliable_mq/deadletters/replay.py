@@ -82,6 +82,8 @@ BATCH: Final = 200
 _FAILURES_KEPT: Final = 1000
 _GRACE: Final = 5.0  # seconds to wait for outstanding confirms when a run is interrupted
 _TOO_LATE: Final = (PublishBlocked, PublishUnconfirmed)
+_NOTICED: Final = 60.0  # seconds for RabbitMQ to notice that a connection is dead, after two heartbeats, and to requeue
+_LOOK_EVERY: Final = 0.5  # seconds
 _LOSSES: Final = 10  # lost channels in a row, without an ack in between
 
 #: Called with the number of messages read so far, and the total.
@@ -185,7 +187,7 @@ class Replay:
                 run may replay dead letters again that were confirmed but not acked.
             ConsumeError: If RabbitMQ does not deliver from the queue.
             StaleDelivery: If the connection was lost before the acks of messages without an id were known to have
-                arrived, and no more is tried.
+                arrived, and no more is tried, or if published messages were not delivered again.
             IdempotencyStoreError: If the store does not respond.
         """
         losses = 0
@@ -199,6 +201,11 @@ class Replay:
                 if losses > _LOSSES:
                     raise
         self.channel.finish()
+        if held := self._held:
+            raise StaleDelivery(
+                f"the connection was lost, and {held} replayed messages were not delivered again: RabbitMQ requeues "
+                "them when it notices the loss, and the next replay may publish them a second time"
+            )
         if self._in_doubt and not self._may_try:
             raise StaleDelivery(
                 f"the connection was lost; {self._in_doubt} replayed messages without an id may still be in the queue"
@@ -218,13 +225,27 @@ class Replay:
         """Whether no more is tried, and no published message waits to be acked."""
         return not self._may_try and not self._unacked.total()
 
+    @property
+    def _held(self) -> int:
+        """The minimum number of published messages that a lost connection holds."""
+        return max(self._unacked.total() - self.channel.doubtful, 0)
+
     def _go_through(self) -> None:
-        """Read the queue from its head, up to the number of messages at the beginning."""
+        """Read the queue from its head, up to the number of messages at the beginning.
+
+        Until RabbitMQ notices that a connection was lost, the queue may be empty but for the messages that it holds.
+        """
+        until = time.monotonic() + _NOTICED
         self._passed = self._failed.copy()
         if self.publisher is None:
             self.report.replayed = 0  # nothing was acked, so all messages are read again
-        reading = read_batches(self.channel, self._batch, self.guard, self._acked, self._total)
-        while not self._enough and (found := next(reading, None)) is not None:
+        position = self._acked
+        while not self._enough:
+            found = next(read_batches(self.channel, self._batch, self.guard, position, self._total), None)
+            if found is None:
+                if not self._held or self.stop.wait(_LOOK_EVERY) or time.monotonic() >= until:
+                    return
+                continue
             messages, self._total = found
             position = messages[-1].position
             self.report.examined = max(self.report.examined, position)

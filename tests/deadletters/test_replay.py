@@ -20,6 +20,8 @@ from reliable_mq.errors import BrokerUnavailable, PublishNacked, PublishUnconfir
 class FakeChannel:
     """A queue of dead letters that are delivered in batches."""
 
+    doubtful = 0
+
     def __init__(self, count: int, *, lost_at: int = 0, has_ids: bool = True) -> None:
         self.left = self._count = count
         self._has_ids = has_ids
@@ -58,6 +60,31 @@ class AckLosingChannel(FakeChannel):
             self._next, self._redelivered = 1, True
             raise StaleDelivery("the channel was lost")
         super().ack(deliveries)
+
+
+class HeldChannel(AckLosingChannel):
+    """Sends none of its first acks. RabbitMQ holds everything for the lost connection, for some reads."""
+
+    def __init__(self, count: int, *, reads: float) -> None:
+        super().__init__(count)
+        self._reads = reads
+
+    def take(self, most: int) -> list[Delivery]:
+        if self._redelivered and self._reads:
+            self._reads -= 1
+            return []
+        return super().take(most)
+
+
+class StopEvent(threading.Event):
+    """Does not block a wait, or is set during it."""
+
+    def __init__(self, *, comes: bool) -> None:
+        super().__init__()
+        self._comes = comes
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self._comes
 
 
 class FakePublisher:
@@ -200,6 +227,24 @@ def test_a_lost_ack_without_an_id_fails_a_run_that_tries_no_more() -> None:
     with pytest.raises(StaleDelivery, match="10 replayed messages without an id may still be in the queue"):
         replay(channel, publisher, 10, Target("", "orders"), report=report)
     assert (publisher.submitted, report.replayed, channel.acked) == (10, 10, 0)
+
+
+def test_messages_held_by_a_lost_connection_are_awaited() -> None:
+    """The queue looks empty until RabbitMQ notices the loss."""
+    channel, publisher = HeldChannel(200, reads=3), FakePublisher(refuses="")
+    report = replay(channel, publisher, None, Target("", "orders"), stop=StopEvent(comes=False))
+    assert (publisher.submitted, report.already_published, channel.acked) == (200, 200, 200)
+
+
+@pytest.mark.parametrize(("patience", "stopped"), [(0.0, False), (60.0, True)])
+def test_messages_held_for_too_long_fail_the_run(
+    patience: float, stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run must not report success for messages that are still in the queue."""
+    monkeypatch.setattr("reliable_mq.deadletters.replay._NOTICED", patience)
+    channel, publisher = HeldChannel(200, reads=float("inf")), FakePublisher(refuses="")
+    with pytest.raises(StaleDelivery, match="200 replayed messages were not delivered again"):
+        replay(channel, publisher, None, Target("", "orders"), stop=StopEvent(comes=stopped))
 
 
 def test_an_interrupt_ends_a_run_whose_channel_is_lost() -> None:

@@ -79,7 +79,7 @@ class _Channel:
         self._source = ChannelGeneration(1, 1, queue)
         self._unacked: dict[int, tuple[bytes, bytes, bool]] = {}
         self._tag = 0
-        self.left = 0
+        self.left = self.doubtful = 0
 
     def count(self) -> Any:
         return SimpleNamespace(messages=len(self._broker.queues[self._queue]))
