@@ -111,12 +111,12 @@ def test_selected_letters_that_are_gone_are_counted(page: Page) -> None:
     browser = page(allow_changes=True)
     ids = ids_of(browser)
     form = {"queue": QUEUE, "choice": f"letter={ids[2]}", "go": "replay"}
-    assert "No longer in the queue" not in ended(browser, browser.post("/replay", data=form))
+    assert "Not found" not in ended(browser, browser.post("/replay", data=form))
     two = f"letter={ids[2]}&letter={ids[5]}"
     told = ended(browser, browser.post("/replay", data={**form, "choice": two, "limit": "2"}))
-    assert "Replayed 1 confirmed, and out of the queue No longer in the queue 1" in told
+    assert "Replayed 1 confirmed, and out of the queue Not found 1 replayed or deleted" in told
     purge = {"queue": QUEUE, "choice": f"{two}&letter={ids[0]}", "go": "purge", "name": QUEUE}
-    assert "1 deleted for good. 2 not there any more" in ended(browser, browser.post("/purge", data=purge))
+    assert "1 deleted for good. 2 not found: replayed or deleted" in ended(browser, browser.post("/purge", data=purge))
 
 
 def test_messages_that_are_equal_in_every_byte_go_together(page: Page, broker: MemoryBroker) -> None:
