@@ -147,6 +147,7 @@ class Stream:
             limit = _BLACK_HOLE_BACKLOG
         elif conditions.rate is not None:
             limit = _THROTTLED_BACKLOG
+            self._source.limit_buffer()
         else:
             limit = _DELAYED_BACKLOG if conditions.delay else _BACKLOG
         self._source.read(self._connection.connected and not conditions.stop_reading and self._backlog < limit)
@@ -344,6 +345,7 @@ class ProxiedSocket(asyncio.Protocol):
         self.writable = False
         self.ended = False
         self.lost = False
+        self._limited = False
 
     @property
     def opened(self) -> bool:
@@ -426,6 +428,13 @@ class ProxiedSocket(asyncio.Protocol):
         else:
             self.end_writing()
             self._transport.resume_reading()
+
+    def limit_buffer(self) -> None:
+        """Let the operating system hold little of what arrives, instead of tens of MB."""
+        if self._transport is not None and not self._limited:
+            self._limited = True
+            own = self._transport.get_extra_info("socket")
+            own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _THROTTLED_BACKLOG)
 
     def reset(self) -> None:
         """Close at once with a TCP reset."""

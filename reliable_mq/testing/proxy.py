@@ -416,7 +416,8 @@ class FaultProxy:
     def throttle(self, bytes_per_second: float | None, *, direction: Directions = "both") -> None:
         """Limit the rate of each connection.
 
-        The proxy buffers little, so the sender notices the limit.
+        The proxy and its sockets buffer little, so the sender notices the limit. Its own operating system accepts some
+        MB at once.
 
         Args:
             bytes_per_second: The maximum rate, in bytes per second for each direction, or None for no limit.
