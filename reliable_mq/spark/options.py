@@ -242,8 +242,8 @@ def _retention(_name: str, text: str) -> str | None:
 
 def _number(name: str, text: str) -> int:
     """Return a number. `StageOptions` checks its limits."""
-    if not (text.isascii() and text.isdecimal()):
-        _refuse(f"{name} must be a whole number of at least 1, not {text!r}")
+    if not _WHOLE.fullmatch(text):
+        _refuse(f"{name} must be a whole number of at least 1, not {text[:40]!r}")
     return int(text)
 
 

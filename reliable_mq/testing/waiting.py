@@ -42,16 +42,22 @@ def wait_until(
         Event().wait(interval)
 
 
-async def until(condition: Callable[[], object], timeout: float = 20) -> None:
+async def until(condition: Callable[[], object], timeout: float = 20, *, what: str = "the condition") -> None:
     """Wait on an event loop until a condition is true.
 
     Args:
         condition: A function that is called every 5 ms and must not block.
-        timeout: The maximum wait, in seconds.
+        timeout: The maximum wait, in seconds. A last call begins after it.
+        what: The condition's name for the error message.
 
     Raises:
         TimeoutError: If the condition is not true within `timeout`.
     """
-    async with asyncio.timeout(timeout):
-        while not condition():  # noqa: ASYNC110  # a change in another thread has no event
-            await asyncio.sleep(0.005)
+    deadline = time.monotonic() + timeout
+    while True:
+        late = time.monotonic() >= deadline
+        if condition():
+            return
+        if late:
+            raise TimeoutError(f"not within {timeout:g} s: {what}")
+        await asyncio.sleep(0.005)

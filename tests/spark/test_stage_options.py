@@ -92,6 +92,7 @@ def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
         ({"queue": "a,b"}, "must name one queue"),
         ({"queue": ""}, "must name one queue"),
         ({"stream": "other"}, "stream and stage are both given"),
+        ({"stagePartitions": "9" * 5000}, "stagePartitions must be a whole number"),
         ({"stagePartitions": "-1"}, "stagePartitions must be a whole number"),
         ({"stagePartitions": "0"}, "stagePartitions must be a whole number from 1 to 1000"),
         ({"stageRetention": "7 days"}, "stageRetention must be a number with a unit of Y, M, D, h, m or s, such as 7D"),

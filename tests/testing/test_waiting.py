@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from itertools import count
 
 import pytest
 
-from reliable_mq.testing.waiting import wait_until
+from reliable_mq.testing.waiting import until, wait_until
 
 
 def test_the_last_look_is_after_the_timeout() -> None:
@@ -25,3 +27,10 @@ def test_the_last_look_is_after_the_timeout() -> None:
 def test_what_is_not_true_in_time_is_named() -> None:
     with pytest.raises(TimeoutError, match=r"not within 0\.01 s: 3 more"):
         wait_until(lambda: False, timeout=0.01, what=lambda: "3 more", interval=0.001)
+
+
+def test_on_a_loop_too_what_is_not_true_in_time_is_named() -> None:
+    looks = count()
+    asyncio.run(until(lambda: next(looks) == 2, 10))
+    with pytest.raises(TimeoutError, match=r"not within 0\.01 s: 3 more"):
+        asyncio.run(until(lambda: False, 0.01, what="3 more"))
