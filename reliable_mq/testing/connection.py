@@ -430,7 +430,7 @@ class ProxiedSocket(asyncio.Protocol):
             self._transport.resume_reading()
 
     def limit_buffer(self) -> None:
-        """Let the operating system hold little of what arrives, instead of tens of MB."""
+        """Let the operating system hold little received data, instead of tens of MB."""
         if self._transport is not None and not self._limited:
             self._limited = True
             own = self._transport.get_extra_info("socket")
