@@ -236,7 +236,7 @@ def test_f09_sending_may_take_longer_than_the_confirm_timeout(
 ) -> None:
     own = authority.issue("proxy", "127.0.0.1")
     proxy = fault_proxy(vhost.url, **({"cert_file": own.cert_file, "key_file": own.key_file} if secured else {}))
-    proxy.throttle(1_000_000)  # what the kernel holds, some MB, takes half of the time
+    proxy.throttle(1_000_000)  # the client's kernel holds some MB, which take seconds
     tls = TLSOptions(ca_file=authority.file) if secured else None
     with Publisher(proxy.url, tls=tls, topology=[ORDERS], confirm_timeout=11) as publisher:
         publisher.connect()

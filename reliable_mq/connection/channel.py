@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import ChannelEvents, EventLoop, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["HEARTBEATS", "Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
+__all__ = ["Arrivals", "Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
 
 # The minimum time limit for the ``consume-ok`` of a stream, in seconds. RabbitMQ 4.3 takes 4 to 14 s while the node of
 # a member is down: one process manages all members of all streams, and tries to reach that node again and again.
@@ -41,7 +41,7 @@ _TIME_TO_ATTACH: Final = 60.0
 
 _LONGEST_GAP = 1e-3  # seconds
 _GAP_PER_DELIVERY = 2.5e-6  # seconds for each delivery of the prefetch
-HEARTBEATS: Final = 1024  # bytes, more than the heartbeats within a time limit
+_HEARTBEATS = 1024  # bytes, more than the heartbeats within a time limit
 _MANY_BYTES = 64 * 1024  # a read of this size is worth a turn of the loop
 
 
@@ -335,18 +335,39 @@ class SetupRunner:
             done(outcome)
 
 
-class StepQueue:
-    """A queue of generators of steps for a ready channel. On the loop only.
+class Arrivals:
+    """The data that arrives on a connection, apart from heartbeats.
 
     A reply comes after the deliveries that the broker has sent before. On a slow network, these may take longer than
-    the time limit, which therefore starts again while data arrives.
+    the time limit of the reply, which therefore starts again while data arrives.
+
+    Args:
+        bytes_received: A callable that returns the number of bytes read from the connection so far.
+    """
+
+    def __init__(self, bytes_received: Callable[[], int]) -> None:
+        self._bytes_received = bytes_received
+        self._before = bytes_received()
+
+    def restart(self) -> None:
+        """Count from now on."""
+        self._before = self._bytes_received()
+
+    @property
+    def seen(self) -> bool:
+        """Whether data has arrived since the start."""
+        return self._bytes_received() - self._before > _HEARTBEATS
+
+
+class StepQueue:
+    """A queue of generators of steps for a ready channel. On the loop only.
 
     Args:
         loop: The connection's loop.
         usual: The time limit for most generators, in seconds. A step that needs longer extends it.
         channel: A callable that returns the ready channel, if there is one.
         is_blocked: A callable that returns whether the broker has blocked the connection, and so does not reply.
-        bytes_received: A callable that returns the number of bytes read from the connection so far.
+        arrivals: The data that arrives, for which a reply may have to wait.
         discard: A callable that aborts the connection.
     """
 
@@ -357,18 +378,17 @@ class StepQueue:
         *,
         channel: Callable[[], Channel | None],
         is_blocked: Callable[[], bool],
-        bytes_received: Callable[[], int],
+        arrivals: Arrivals,
         discard: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._usual = usual
         self._channel = channel
         self._is_blocked = is_blocked
-        self._bytes_received = bytes_received
+        self._arrivals = arrivals
         self._discard = discard
         self._runners: deque[SetupRunner] = deque()  # the first one is running
         self._timer: TimerHandle | None = None
-        self._received_before = 0  # bytes, when the timer was set
 
     @property
     def is_busy(self) -> bool:
@@ -419,12 +439,11 @@ class StepQueue:
         done(outcome)
 
     def _set_timer(self, seconds: float, waited: float = 0.0) -> None:
-        self._received_before = self._bytes_received()
+        self._arrivals.restart()
         self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))
 
     def _on_timeout(self, waited: float) -> None:
-        arriving = self._bytes_received() - self._received_before > HEARTBEATS
-        if arriving or self._is_blocked() or self._runners[0].in_line():
+        if self._arrivals.seen or self._is_blocked() or self._runners[0].in_line():
             self._set_timer(self._usual)
         elif (limit := self._runners[0].time_to_answer(self._usual)) > waited:
             self._set_timer(limit - waited, waited)

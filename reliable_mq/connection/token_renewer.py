@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import methods
-from reliable_mq.connection.channel import HEARTBEATS
+from reliable_mq.connection.channel import Arrivals
 from reliable_mq.connection.errors import is_refusal
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.statistics import TokenStatistics
@@ -81,7 +81,6 @@ class TokenRenewer:
         self._renewal = TokenRenewal()
         self._link: Link | None = None
         self._timer: TimerHandle | None = None
-        self._received_before = 0  # bytes, when the time limit of a sent token began
         self._read: tuple[float, float | None] = 0.0, None  # when the next connect's token was read, and its lifetime
 
     def credentials_read(self, credentials: Credentials | None) -> None:
@@ -189,12 +188,11 @@ class TokenRenewer:
         self._plan()
 
     def _await_answer(self, link: Link) -> None:
-        self._received_before = link.bytes_received
-        self._set_timer(self._settings.connect_timeout, partial(self._on_unanswered, link))
+        arrivals = Arrivals(lambda: link.bytes_received)
+        self._set_timer(self._settings.connect_timeout, partial(self._on_unanswered, link, arrivals))
 
-    def _on_unanswered(self, link: Link) -> None:
-        arriving = link.bytes_received - self._received_before > HEARTBEATS
-        if arriving or link.write_buffer_size() or self._is_blocked():
+    def _on_unanswered(self, link: Link, arrivals: Arrivals) -> None:
+        if arrivals.seen or link.write_buffer_size() or self._is_blocked():
             self._await_answer(link)
         elif self._renewal.state is RenewalState.SENT:
             self._discard(f"connection.update-secret was not answered within {self._settings.connect_timeout:g} s")

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from reliable_mq.topology import Inequivalence
 
 __all__ = [
+    "ACCESS_REFUSED",
     "Comparison",
     "Pipeline",
     "ServerInfo",
@@ -85,7 +86,7 @@ __all__ = [
 ]
 
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
-_ACCESS_REFUSED = 403
+ACCESS_REFUSED = 403
 _NOT_FOUND = 404
 _PRECONDITION_FAILED = 406
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
@@ -103,7 +104,7 @@ _DELAYED_RETRY = (4, 3)
 _DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
 # access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. Other
 # conditions pass: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
-_PERMANENT = frozenset({_ACCESS_REFUSED, _NOT_FOUND, *_DIFFERENT, 530, 540})
+_PERMANENT = frozenset({ACCESS_REFUSED, _NOT_FOUND, *_DIFFERENT, 530, 540})
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +356,7 @@ def reconnect_reason(code: int, text: str) -> str:
     disconnect then, and refuses whatever needs a permission. Or the node has no replica of a stream, and another node
     may have one.
     """
-    if code == _ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
+    if code == ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
         return f"the broker cannot check a permission: {code} {text}"
     if text.startswith(_NO_REPLICA):
         return f"the stream has no replica on this node: {code} {text}"
@@ -364,7 +365,7 @@ def reconnect_reason(code: int, text: str) -> str:
 
 def lacks_permission(code: int | None, text: str) -> bool:
     """Return whether a permission is missing, so that another attempt is refused, too."""
-    return code == _ACCESS_REFUSED and not in_exclusive_use(text) and not reconnect_reason(code, text)
+    return code == ACCESS_REFUSED and not in_exclusive_use(text) and not reconnect_reason(code, text)
 
 
 def is_missing(error: ReliableMQError) -> bool:

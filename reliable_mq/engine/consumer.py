@@ -153,7 +153,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         Thread-safe. Handlers and signal handlers may also call it. When running handlers have ended, `run` returns, or
         the end of ``with`` is reached. Does nothing in a forked child.
         """
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             return
         with self._lock:
             if not self._is_stopped:
@@ -215,7 +215,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         """
         limit = seconds("stuck_after", stuck_after, positive=True)
         closed = ""
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             closed = "made before fork(): it belongs to the parent process"
         elif self._is_stopped:
             closed = "stopped" if self._state is RunState.FINISHED else "stopping"
@@ -238,8 +238,12 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
     def _is_stopped(self) -> bool:
         return self._state in (RunState.STOPPED, RunState.FINISHED)
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._made_in
+
     def _check_process(self) -> None:
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             raise UsageError("this consumer was made before fork(), in another process; make one here")
 
     def _check_startable(self, enter: bool) -> None:
@@ -415,7 +419,7 @@ class BaseConsumer(Generic[SubscriptionT, PoolT]):
         raise NotImplementedError
 
     def _close(self) -> Steps[None]:
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             return
         if any(pool.is_current for pool in self._pools):
             raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")

@@ -16,7 +16,7 @@ from tenacity.stop import stop_base
 
 from reliable_mq._util.threads import Condition
 from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
-from reliable_mq.connection.channel import HEARTBEATS
+from reliable_mq.connection.channel import Arrivals
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
@@ -101,12 +101,12 @@ class AdminChannel(NullListener):
         outcome: list[Any] = []
         self._io.call_soon(lambda: self._io.run(_one(step), partial(self._performed, outcome)))
         with self._lock:
-            received = self._io.bytes_received
+            arrivals = Arrivals(lambda: self._io.bytes_received)
             while not self._changed.wait_for(lambda: outcome, self._timeout):
-                before, received = received, self._io.bytes_received
-                if received - before <= HEARTBEATS:  # otherwise, deliveries before the reply are still arriving
+                if not arrivals.seen:
                     name = type(step).__name__
                     raise BrokerUnavailable(f"the broker did not answer {name} within {self._timeout:g} s")
+                arrivals.restart()
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         reply: MethodReply | tuple[MethodReply, ...] = outcome[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq.core.channel_setup import ACCESS_REFUSED
 from reliable_mq.core.consumer.admission import used_up
 from reliable_mq.core.consumer.attempts import AttemptHistory, describe
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
@@ -48,7 +49,6 @@ _UNIDENTIFIED: Final = (
 _LONGEST_HELD: Final = 60.0  # the maximum seconds until a delivery is due that is held in place of a delay queue
 _LONGEST_WAIT: Final = 60.0  # the maximum seconds between attempts to dead-letter, or to reach the store
 _QUARANTINE_DELAY: Final = 1.0  # the maximum seconds from the queue to quarantine
-_ACCESS_REFUSED: Final = 403
 _BLOCKED_TRIES: Final = 3  # attempts to publish a dead letter during an alarm, if the broker can dead-letter
 
 
@@ -417,7 +417,7 @@ class OutcomeHandler:
 
 
 def _is_forbidden(error: ReliableMQError) -> bool:
-    return isinstance(error, PublishRefused) and error.reply_code == _ACCESS_REFUSED
+    return isinstance(error, PublishRefused) and error.reply_code == ACCESS_REFUSED
 
 
 def _due(republish: RepublishRequest, now: float) -> float:
