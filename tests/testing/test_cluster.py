@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
-from unittest.mock import MagicMock
 
 import pytest
+from docker import DockerClient
+from docker.models.containers import ContainerCollection
 
 from reliable_mq.errors import UsageError
 from reliable_mq.testing import RabbitMQCluster, containers
@@ -30,8 +32,14 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> RabbitMQCluster:
 
 def test_a_new_launch_forgets_the_faults_of_the_last(cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {node.hostname: f"10.0.0.{number}" for number, node in enumerate(cluster.nodes)}
-    monkeypatch.setattr(lab, "_create_network", lambda _: (MagicMock(), addresses))
-    monkeypatch.setattr(containers, "connect_to_docker", MagicMock())
+    client = DockerClient("tcp://127.0.0.1:1", version="1.40")  # connects to nothing
+    network = SimpleNamespace(name="none", client=client, remove=lambda: None)
+    monkeypatch.setattr(lab, "_create_network", lambda _: (network, addresses))
+    docker = SimpleNamespace(client=client, host=lambda: "localhost")
+    monkeypatch.setattr(containers, "connect_to_docker", lambda: docker)
+    monkeypatch.setattr(containers, "has_image", lambda *_: True)
+    container = SimpleNamespace(client=client, start=lambda: None, remove=lambda **_: None)
+    monkeypatch.setattr(ContainerCollection, "create", lambda *_, **__: container)
     monkeypatch.setattr(lab.ClusterNode, "put_files", lambda *_: None)
     monkeypatch.setattr(lab.ClusterNode, "_in_network_of_container", lambda *_: "")
     monkeypatch.setattr(lab.ClusterNode, "evaluate", lambda *_: "ok")
