@@ -42,9 +42,11 @@ def test_more_than_any_buffer_holds_goes_both_ways(
     with Recorded(url, lambda _: publisher_setup([Queue(queue, type="classic")], ()), tls=tls) as recorded:
         recorded.client.wait_for("ready")
         written = [recorded.encoded(queue, body) for body in large]
+        broker.pause()
         recorded.call(lambda: [recorded.io.write(data) for data in written])
         for _ in range(500):
             recorded.publish(queue, b"small")
+        broker.unpause()
         wait_until(
             lambda: max((tag for tag, _ in recorded.client.all("acked")), default=0) == 502,
             timeout=120,
