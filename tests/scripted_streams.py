@@ -31,6 +31,10 @@ class Replica:
         self._looks = list(looks)
         self.end, self.count = looks[0] if looks else (0, 0)
 
+    @property
+    def next_end(self) -> int:
+        return self._looks[0][0]
+
     def look(self) -> None:
         self.end, self.count = self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
 
@@ -47,6 +51,7 @@ class ScriptedChannel:
         self._replica = self.replicas[answering[0]] if answering else None
         self._arrived: list[RawDelivery] = []
         self._tags = 0
+        self._watched: dict[str, int] = {}  # position by tag
 
     def __enter__(self) -> Self:
         if self._replica is None:
@@ -73,12 +78,18 @@ class ScriptedChannel:
         at = offset if isinstance(offset, int) else places.get(str(offset), end)  # no message is that new
         self._tags += 1
         if self.replica.first <= at < end:
-            value = b"\x0fx-stream-offsetl" + at.to_bytes(8)
-            properties = join_properties({"headers": len(value).to_bytes(4) + value})
-            self._arrived += [RawDelivery(str(self._tags), 1, False, "", "", properties, b"")]
+            self._arrived.append(_delivery(str(self._tags), at))
+        return str(self._tags)
+
+    def watch(self, stream: str, position: int) -> str:
+        """Subscribe to the message at a position, which comes when the next look at the end would show it."""
+        self._tags += 1
+        self._watched[str(self._tags)] = position
         return str(self._tags)
 
     def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
+        for tag in self._watched.keys() & set(of):
+            return [_delivery(tag, self._watched[tag])] if self._watched[tag] < self.replica.next_end else []
         if self._arrived and timeout >= self.replica.silent_for:
             type(self).waited += self.replica.silent_for
             self.replica.silent_for = 0.0
@@ -101,3 +112,9 @@ class ScriptedChannel:
 
     def ack(self, delivery_tag: int) -> None:
         pass
+
+
+def _delivery(tag: str, offset: int) -> RawDelivery:
+    value = b"\x0fx-stream-offsetl" + offset.to_bytes(8)
+    properties = join_properties({"headers": len(value).to_bytes(4) + value})
+    return RawDelivery(tag, 1, False, "", "", properties, b"")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -647,6 +648,42 @@ def test_a_query_cannot_begin_at_an_offset_that_is_not_there_yet(vhost: VirtualH
     at_the_end = source(vhost.url, startingOffsets='{"events": 5}')
     assert at_the_end.initialOffset() == {"initial": {"events": 5}}
     at_the_end.stop()
+
+
+def test_a_stream_without_new_messages_is_not_read_again(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark asks for the end several times a second; each message after it is found."""
+    monkeypatch.setattr("reliable_mq.spark.stream_source._FRESH", -1.0)
+    more = Queue("more", type="stream")
+    looks: list[str] = []
+
+    def counted(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
+        looks.append(stream)
+        return end_of(channel, stream, patience)
+
+    end_of = stream_broker.end_of
+    monkeypatch.setattr(stream_broker, "end_of", counted)
+    publish(vhost, 5)
+    publish(vhost, 5, queue=more)
+    reader = source(vhost.url, stream="events,more")
+
+    def seen(newer: dict[str, int]) -> bool:
+        return reader.latestOffset(end, ANY) == newer
+
+    end = {"events": 5, "more": 5}
+    for _ in range(20):
+        assert reader.latestOffset(end, ANY) == end
+    assert looks == ["events", "more"]
+
+    for more_end in 6, 7, 8:
+        publish(vhost, 1, queue=more)
+        newer = {"events": 5, "more": more_end}
+        wait_until(partial(seen, newer), timeout=10, what="the new message")
+    assert looks == ["events", "more", "more", "more", "more"]
+
+    monkeypatch.setattr(stream_broker, "_LOOK_ANYWAY", 0.0)
+    reader.latestOffset(end, ANY)
+    assert looks[5:] == ["events", "more"]
+    reader.stop()
 
 
 def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:

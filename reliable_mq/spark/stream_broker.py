@@ -80,6 +80,7 @@ class StreamChannel(AdminChannel):
         self._cancelled = False
         self._tags = 0
         self._subscribed: set[str] = set()  # consumer tags; a loss affects all of them
+        self._watches: set[str] = set()  # those of `watch`
 
     @property
     def usable(self) -> bool:
@@ -122,18 +123,29 @@ class StreamChannel(AdminChannel):
         self._subscribed.add(tag)
         return tag
 
+    def watch(self, stream: str, position: int) -> str:
+        """Subscribe to one message from a position on. Return the consumer tag, for `take` and `cancel`.
+
+        Acks of other subscriptions may include this message.
+        """
+        tag = self.consume(stream, position, 1)
+        self._watches.add(tag)
+        return tag
+
     def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
         """Unsubscribe, and drop the deliveries of these subscriptions.
 
-        Ack up to ``delivery_tag`` or later if no other subscription is left, whose acks would include these.
+        Ack up to ``delivery_tag`` or later if no other subscription is left but watches, whose acks would include
+        these.
         """
         for tag in consumer_tags:
             self.carry_out(Cancel(tag))
             self._subscribed.remove(tag)
+            self._watches.discard(tag)
         with self._lock:
             last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag in self._subscribed]
-        if last and not self._subscribed:
+        if last and self._subscribed == self._watches:
             self.ack(last)
 
     def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
@@ -233,6 +245,7 @@ _LOOKS: Final = 100  # maximum rounds of the search if messages arrive as fast a
 _SLOWEST: Final = 30.0  # seconds for the first message of a non-empty stream
 _NOT_FOUND: Final = 404
 _LOOK_AGAIN: Final = 30.0  # seconds
+_LOOK_ANYWAY: Final = 10.0  # seconds
 _MOST: Final = 1000
 _LAST: Final = 2**63
 
@@ -266,6 +279,32 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         channel.ack(last_tag)  # the prefetch may have held back the rest of the chunk
     channel.cancel(tag, delivery_tag=last_tag)
     return found
+
+
+class EndWatch:
+    """A watch of the ends of streams on one channel, which reads nothing while no message arrives.
+
+    A look at the end reads the last chunk, which may have megabytes. Spark asks for the end several times a second, so
+    a subscription after the end that was found shows whether there is a newer one.
+    """
+
+    def __init__(self, channel: StreamChannel) -> None:
+        self._channel = channel
+        self._watched: dict[str, tuple[str, StreamEnd, float]] = {}  # by stream: consumer tag, end, time of the look
+
+    def end_of(self, stream: str, patience: float) -> StreamEnd:
+        """Return the end of a stream as `end_of` does. An end without newer messages is looked up every 10 s."""
+        if stream in self._watched:
+            tag, end, looked_at = self._watched[stream]
+            if not self._channel.take(0.0, of=(tag,)) and time.monotonic() - looked_at < _LOOK_ANYWAY:
+                return end
+            del self._watched[stream]
+            self._channel.cancel(tag)
+        end = end_of(self._channel, stream, patience)
+        if end.position:
+            tag = self._channel.watch(stream, end.position)
+            self._watched[stream] = tag, end, time.monotonic()
+        return end
 
 
 def is_shorter(channel: StreamChannel, stream: str, end: StreamEnd, position: int, patience: float) -> bool:

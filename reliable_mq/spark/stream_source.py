@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import pyarrow as pa
@@ -37,6 +38,7 @@ from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestam
 from reliable_mq.spark.pickling import PicklableByName
 from reliable_mq.spark.queue_source import on_termination
 from reliable_mq.spark.stream_broker import (
+    EndWatch,
     PartitionFinder,
     StreamChannel,
     StreamEnd,
@@ -233,6 +235,7 @@ class _Planner:
     def __init__(self, options: StreamOptions) -> None:
         self._options = options
         self._channel: StreamChannel | None = None
+        self._watch: EndWatch  # of the channel
         self._finder: PartitionFinder | None = None
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
@@ -292,7 +295,8 @@ class _Planner:
             names = self._names(channel)
             begun = {name for name, end in self._ends.items() if end.position}
             begun |= first_offsets(channel, [name for name in names if name not in begun], patience).keys()
-            found = {name: end_of(channel, name, patience) if name in begun else _EMPTY for name in names}
+            look = partial(end_of, channel) if sure else self._watch.end_of
+            found = {name: look(name, patience) if name in begun else _EMPTY for name in names}
             self._ends = {
                 name: self._ends.get(name, end) if not end.position and not sure else end for name, end in found.items()
             }
@@ -548,6 +552,7 @@ class _Planner:
         if self._channel is None or not self._channel.usable:
             self.close()
             self._channel = StreamChannel(from_host(self._settings(), self._passed), name="spark-streams").__enter__()
+            self._watch = EndWatch(self._channel)
         return self._channel
 
     def _settings(self) -> ConnectionSettings:
