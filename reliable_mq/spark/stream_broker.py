@@ -124,7 +124,7 @@ class StreamChannel(AdminChannel):
         return tag
 
     def watch(self, stream: str, position: int) -> str:
-        """Subscribe to one message from a position on. Return the consumer tag, for `take` and `cancel`.
+        """Subscribe to one message from a position on. Return the consumer tag.
 
         Acks of other subscriptions may include this message.
         """
@@ -282,7 +282,7 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
 
 
 class EndWatch:
-    """A watch of the ends of streams on one channel, which reads nothing while no message arrives.
+    """The ends of streams, which are read again only after a message came.
 
     A look at the end reads the last chunk, which may have megabytes. Spark asks for the end several times a second, so
     a subscription after the end that was found shows whether there is a newer one.
@@ -293,7 +293,7 @@ class EndWatch:
         self._watched: dict[str, tuple[str, StreamEnd, float]] = {}  # by stream: consumer tag, end, time of the look
 
     def end_of(self, stream: str, patience: float) -> StreamEnd:
-        """Return the end of a stream as `end_of` does. An end without newer messages is looked up every 10 s."""
+        """Return the end of a stream. Without a newer message, look every 10 s only."""
         if stream in self._watched:
             tag, end, looked_at = self._watched[stream]
             if not self._channel.take(0.0, of=(tag,)) and time.monotonic() - looked_at < _LOOK_ANYWAY:
