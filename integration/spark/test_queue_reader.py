@@ -781,6 +781,19 @@ def test_f24_a_queue_that_stays_deleted_fails_the_query_by_name(
     assert time.monotonic() - began >= 2
 
 
+def test_f24_a_queue_made_again_as_a_stream_fails_by_name(vhost: VirtualHost, query: Callable[..., Query]) -> None:
+    """A stream would deliver only later messages."""
+    publish(vhost, 5)
+    reading = query(vhost.url)
+    reading.until(5)
+    vhost.delete_queue("orders")
+    with vhost.connect() as connection:
+        arguments = {"x-queue-type": "stream"}
+        connection.channel().queue_declare("orders", durable=True, arguments=arguments)
+    with pytest.raises(ConfigurationError, match="'orders' is a stream"):
+        wait_until(lambda: reading.batch() < 0, timeout=60, what="an error")
+
+
 def test_two_readers_of_one_queue_in_an_application_are_refused(
     vhost: VirtualHost, query: Callable[..., Query], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

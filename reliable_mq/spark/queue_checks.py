@@ -48,6 +48,7 @@ __all__ = [
     "application_directory",
     "check_queues",
     "delivery_limit",
+    "is_a_stream",
     "judge",
 ]
 
@@ -128,7 +129,7 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
     name, values = queue.name, queue.arguments
     kind = values.get("x-queue-type", "classic")
     if kind == "stream":
-        return CheckResult(refused=f"{name!r} is a stream: read it with the option stream, not queue")
+        return CheckResult(refused=is_a_stream(name))
     if queue.auto_delete:
         return CheckResult(
             refused=f"queue {name!r} is auto-delete: it would be deleted with all its messages when this query stops "
@@ -163,6 +164,10 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
         "x-delivery-limit=-1, or with a dead-letter exchange. A policy that does so cannot be seen from here",
         warnings=tuple(warnings),
     )
+
+
+def is_a_stream(name: str) -> str:
+    return f"{name!r} is a stream: read it with the option stream, not queue"
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.consumer_timeout import consumer_timeout_of
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError
 from reliable_mq.metrics.registry import Reading, register
 from reliable_mq.spark.metrics import QueueStatistics, exporter
 from reliable_mq.spark.options import QueueOptions
@@ -348,7 +348,7 @@ class QueueReader(NullListener):
                 self._missing_since = None  # unknown
             elif self._missing_since is None:
                 self._missing_since = time.monotonic()
-            if not will_retry:
+            if not will_retry or isinstance(error, ConfigurationError):
                 self.error = error
             self._changed.notify_all()
 
@@ -415,8 +415,7 @@ class QueueReader(NullListener):
             self._subscriptions.found(state)
             if state.in_doubt:
                 in_doubt[queue] = self.statistics.delivered[queue]
-        for step in self._subscriptions.begin():
-            yield from carry_out(step)
+        yield from self._subscriptions.begin()
         with self._changed:
             self._ready, self._found, self._in_doubt = self._ready | counted, counted, in_doubt
 

@@ -14,7 +14,8 @@ returned before are at the head of a queue, so the reader checks one delivery be
 
 Invariant: the prefetch is at least 1. The unacked deliveries of all queues together never exceed the limit for all of
 them, even while a subscription is renewed. No consumer tag is used twice, so that deliveries of a cancelled consumer
-can be distinguished from those of its successor.
+can be distinguished from those of its successor. Nothing is consumed from a stream, because RabbitMQ refuses a priority
+for it: it would deliver only later messages, and acks would remove none.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from typing import Any, Final
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
+from reliable_mq.core.channel_setup import SetupGenerator, StepRefused, refusal
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import LARGEST_PREFETCH
-from reliable_mq.spark.queue_checks import QueueProfile
+from reliable_mq.spark.queue_checks import QueueProfile, is_a_stream
 
 __all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose", "times_returned"]
 
@@ -36,6 +39,8 @@ _STEADY: Final = 64  # maximum prefetch if renewing the subscription may activat
 _GROWTH: Final = 64  # maximum prefetch, as a multiple of the deliveries whose size is known
 _WEIGHT: Final = 0.2  # weight of the sizes of one read in the average
 _COUNT: Final = "x-delivery-count"
+_PRECONDITION_FAILED: Final = 406
+_PRIORITY: Final = {"x-priority": 0}  # the default; streams refuse any
 _SLACK: Final = 1.1  # times the limit, so that messages slightly above the average do not end a subscription
 
 
@@ -208,10 +213,21 @@ class Subscriptions:
     def queues(self) -> set[str]:
         return {self._queue_of[tag] for tag in self._active}
 
-    def begin(self) -> Generator[Step, Any, None]:
+    def begin(self) -> SetupGenerator:
+        """Consume on a new channel.
+
+        Raises:
+            ConfigurationError: If a queue was deleted, and a stream now has its name.
+        """
         self._queue_of.clear()
         self._active.clear()
-        yield from self._consume_wanted()
+        for step in self._consume_wanted():
+            try:
+                yield step
+            except StepRefused as refused:
+                if isinstance(step, Consume) and refused.code == _PRECONDITION_FAILED and "x-priority" in refused.text:
+                    raise ConfigurationError(is_a_stream(step.queue)) from refused
+                raise refusal(step, refused) from refused
 
     def renew(self) -> Generator[Step, Any, None]:
         """Consume all wanted queues again with the current prefetch."""
@@ -314,4 +330,4 @@ class Subscriptions:
         tag = f"{self._name}-{self._made}"
         self._queue_of[tag] = queue
         self._active.append(tag)
-        return Consume(queue, tag)
+        return Consume(queue, tag, arguments=_PRIORITY)

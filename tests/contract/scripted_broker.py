@@ -332,6 +332,8 @@ class Connection(threading.Thread):
             case commands.Basic.Qos():
                 channel.prefetch = value.prefetch_count
                 channel.send(commands.Basic.QosOk())
+            case commands.Basic.Consume() if value.queue in self.broker.streams and "x-priority" in value.arguments:
+                channel.close(406, f"PRECONDITION_FAILED - invalid arg 'x-priority' for queue '{value.queue}'")
             case commands.Basic.Consume():
                 if value.consumer_tag in self.broker.gates:
                     assert self.broker.gates[value.consumer_tag].wait(_PATIENCE)
@@ -390,6 +392,7 @@ class ScriptedBroker:
         silent: whether everything is read and nothing answered.
         gates: by consumer tag, the event that must be set before a subscription and anything behind it is answered.
         missing: queues that do not exist before they are declared; all others exist.
+        streams: queues that are streams.
         counts: messages and consumers for the next passive declares, in order; then `count` applies.
         declare_seconds: the time to declare or find a queue.
         count: the ready messages and the consumers of every queue.
@@ -410,6 +413,7 @@ class ScriptedBroker:
         self.silent = False
         self.gates: dict[str, threading.Event] = {}
         self.missing: set[str] = set()
+        self.streams: set[str] = set()
         self.counts: deque[tuple[int, int]] = deque()
         self.declare_seconds = 0.0
         self.count = 0, 0

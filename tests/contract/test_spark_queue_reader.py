@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from reliable_mq.core.channel_setup import StepRefused
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark import queue_intervals
 from reliable_mq.spark.options import QueueOptions, read_options
 from reliable_mq.spark.queue_batches import QueuePosition
@@ -103,6 +103,20 @@ def test_batches_of_which_some_time_out_are_no_error(triggers: Callable[..., Non
     """One that is acked comes between."""
     for taken_back in (True, False, True, False):
         triggers(taken_back=taken_back)
+
+
+def test_a_queue_made_again_as_a_stream_fails_by_name(broker: ScriptedBroker) -> None:
+    """The broker cancels the consumer of the queue. A stream would deliver only later messages."""
+    broker.count = 1, 1
+    reader, opening = opening_reader(broker, prefetch=1)
+    try:
+        opening.join(20)
+        broker.streams.add("orders")
+        broker.consuming.cancel()
+        with pytest.raises(ConfigurationError, match="'orders' is a stream: read it with the option stream, not queue"):
+            reader.plan(QueuePosition.first(["orders"]), most=1, timeout=20)
+    finally:
+        reader.close(1.0)
 
 
 def test_an_outage_ends_the_time_of_a_missing_queue() -> None:
