@@ -371,6 +371,20 @@ def test_a_queue_that_is_deleted_ends_the_relay_by_name(vhost: VirtualHost) -> N
         assert "orders" in str(relay.error)
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["from the start", "made again"])
+def test_a_queue_that_is_a_stream_ends_the_relay_by_name(vhost: VirtualHost, before: bool) -> None:
+    """A relay would move only messages that are published later, and its acks would remove none."""
+    publish(vhost.url, "orders", 10, type="stream" if before else "quorum")
+    with relaying(vhost.url) as relay:
+        if not before:
+            assert relay.wait_moved(DEADLINE)
+            vhost.delete_queue("orders")
+            publish(vhost.url, "orders", 10, type="stream")
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, ConfigurationError)
+        assert "'orders' is a stream, which needs no stage" in str(relay.error)
+
+
 def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost) -> None:
     """The second relay waits and moves nothing."""
     publish(vhost.url, "orders", 500, type="quorum")

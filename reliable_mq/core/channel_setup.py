@@ -28,7 +28,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq.codec.methods import (
     Bind,
@@ -74,6 +74,7 @@ __all__ = [
     "corrected",
     "declare",
     "in_exclusive_use",
+    "is_a_stream",
     "is_away",
     "is_missing",
     "lacks_permission",
@@ -89,6 +90,8 @@ _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
 ACCESS_REFUSED = 403
 _NOT_FOUND = 404
 _PRECONDITION_FAILED = 406
+#: Arguments of a `Consume` that a stream refuses. The priority is the default of other queues.
+NO_STREAM: Final = {"x-priority": 0}
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
 # RabbitMQ has no code for a queue that exists and does not run, only texts, which it cuts at 255 characters. AMQP is up
 # before the replicas of streams and quorum queues are.
@@ -342,6 +345,11 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
 def is_away(refused: StepRefused) -> bool:
     """Return whether a queue was refused that exists and does not run at present."""
     return refused.text.startswith(_AWAY)
+
+
+def is_a_stream(refused: StepRefused) -> bool:
+    """Return whether a `Consume` with `NO_STREAM` was refused by a stream."""
+    return refused.code == _PRECONDITION_FAILED and f"'{next(iter(NO_STREAM))}'" in refused.text
 
 
 def in_exclusive_use(text: str) -> bool:

@@ -48,8 +48,8 @@ __all__ = [
     "application_directory",
     "check_queues",
     "delivery_limit",
-    "is_a_stream",
     "judge",
+    "stream_refusal",
 ]
 
 logger = get_logger(__name__)
@@ -129,7 +129,7 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
     name, values = queue.name, queue.arguments
     kind = values.get("x-queue-type", "classic")
     if kind == "stream":
-        return CheckResult(refused=is_a_stream(name))
+        return CheckResult(refused=stream_refusal(name))
     if queue.auto_delete:
         return CheckResult(
             refused=f"queue {name!r} is auto-delete: it would be deleted with all its messages when this query stops "
@@ -166,7 +166,7 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
     )
 
 
-def is_a_stream(name: str) -> str:
+def stream_refusal(name: str) -> str:
     return f"{name!r} is a stream: read it with the option stream, not queue"
 
 

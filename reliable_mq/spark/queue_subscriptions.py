@@ -27,10 +27,10 @@ from typing import Any, Final
 
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
-from reliable_mq.core.channel_setup import SetupGenerator, StepRefused, refusal
+from reliable_mq.core.channel_setup import NO_STREAM, SetupGenerator, StepRefused, is_a_stream, refusal
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import LARGEST_PREFETCH
-from reliable_mq.spark.queue_checks import QueueProfile, is_a_stream
+from reliable_mq.spark.queue_checks import QueueProfile, stream_refusal
 
 __all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose", "times_returned"]
 
@@ -39,8 +39,6 @@ _STEADY: Final = 64  # maximum prefetch if renewing the subscription may activat
 _GROWTH: Final = 64  # maximum prefetch, as a multiple of the deliveries whose size is known
 _WEIGHT: Final = 0.2  # weight of the sizes of one read in the average
 _COUNT: Final = "x-delivery-count"
-_PRECONDITION_FAILED: Final = 406
-_PRIORITY: Final = {"x-priority": 0}  # the default; streams refuse any
 _SLACK: Final = 1.1  # times the limit, so that messages slightly above the average do not end a subscription
 
 
@@ -225,8 +223,8 @@ class Subscriptions:
             try:
                 yield step
             except StepRefused as refused:
-                if isinstance(step, Consume) and refused.code == _PRECONDITION_FAILED and "x-priority" in refused.text:
-                    raise ConfigurationError(is_a_stream(step.queue)) from refused
+                if isinstance(step, Consume) and is_a_stream(refused):
+                    raise ConfigurationError(stream_refusal(step.queue)) from refused
                 raise refusal(step, refused) from refused
 
     def renew(self) -> Generator[Step, Any, None]:
@@ -330,4 +328,4 @@ class Subscriptions:
         tag = f"{self._name}-{self._made}"
         self._queue_of[tag] = queue
         self._active.append(tag)
-        return Consume(queue, tag, arguments=_PRIORITY)
+        return Consume(queue, tag, arguments=NO_STREAM)

@@ -39,12 +39,14 @@ from reliable_mq.codec.methods import (
 )
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.core.channel_setup import (
+    NO_STREAM,
     ServerInfo,
     SetupGenerator,
     StepGenerator,
     StepRefused,
     carry_out,
     in_exclusive_use,
+    is_a_stream,
     is_missing,
     lacks_permission,
     publisher_setup,
@@ -53,7 +55,7 @@ from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy, is_perma
 from reliable_mq.core.stage.counts import QueueCounts
 from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import EpochState, StageSession
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, ReliableMQError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 
@@ -385,7 +387,7 @@ class RelayClient(NullListener):
         prefetch = self._session.prefetch
         self._session.prefetch_granted = prefetch
         self.counts.subscribed(self.moved, self._session.outstanding, prefetch)
-        self._subscribe(_ChannelReads.QUEUE, self._options.queue, prefetch, {})
+        self._subscribe(_ChannelReads.QUEUE, self._options.queue, prefetch, NO_STREAM)
 
     def _subscribe(self, to: _ChannelReads, queue: str, prefetch: int, arguments: Mapping[str, Any]) -> None:
         tag = self._new_tag("work" if to is _ChannelReads.QUEUE else "tail")
@@ -399,7 +401,11 @@ class RelayClient(NullListener):
 
     def _subscription_changed(self, outcome: object) -> None:
         self._changing = False
-        if isinstance(outcome, StepRefused):
+        if isinstance(outcome, StepRefused) and is_a_stream(outcome):
+            self._end(
+                ConfigurationError(f"{self._options.queue!r} is a stream, which needs no stage: read it directly")
+            )
+        elif isinstance(outcome, StepRefused):
             logger.warning("%s: %s; trying again", self, outcome)  # the channel is lost
         elif not isinstance(outcome, Exception):
             if isinstance(outcome, QueueState):

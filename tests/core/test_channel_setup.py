@@ -25,6 +25,7 @@ from reliable_mq.core.channel_setup import (
     StepRefused,
     consumer_setup,
     declare,
+    is_a_stream,
     is_missing,
     lacks_permission,
     parse_version,
@@ -366,6 +367,18 @@ def test_what_the_broker_cannot_decide_is_told_from_a_refusal(code: int, text: s
 )
 def test_a_missing_permission_is_told_from_what_may_end(code: int | None, text: str, lacks: bool) -> None:
     assert lacks_permission(code, f"ACCESS_REFUSED - {text}") is lacks
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "stream"),
+    [
+        (406, "PRECONDITION_FAILED - invalid arg 'x-priority' for queue 'q' in vhost '/' of queue type stream", True),
+        (406, "PRECONDITION_FAILED - queue 'q' in vhost '/' has no replica", False),
+        (404, "NOT_FOUND - no queue 'x-priority' in vhost '/'", False),
+    ],
+)
+def test_a_stream_is_known_by_its_refusal_of_a_priority(code: int, text: str, stream: bool) -> None:
+    assert is_a_stream(StepRefused(code, text)) is stream
 
 
 @pytest.mark.parametrize(
