@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ACCESS_REFUSED",
+    "NO_STREAM",
     "Comparison",
     "Pipeline",
     "ServerInfo",
