@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["LogLimit", "demoted_driver_logs", "get_logger"]
+__all__ = ["LogLimit", "demoted_driver_logs", "get_logger", "given_up_logger"]
 
 _reporter = logging.NullHandler()
 
@@ -74,6 +74,10 @@ def get_logger(name: str) -> logging.Logger:
     logger.makeRecord = made  # type: ignore[method-assign]
     logger.handle = guarded  # type: ignore[method-assign]
     return logger
+
+
+given_up_logger = get_logger("reliable_mq.connection.given_up")
+"""Logs the error that ends a connection, which its client also raises."""
 
 
 class LogLimit:

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from reliable_mq._util.logs import given_up_logger
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -205,6 +206,7 @@ def show_logs(verbose: int = 0) -> None:
 
     Args:
         verbose: The verbosity: 0 shows warnings, 1 also information, 2 everything, including the drivers' logs.
+            Without it, the error that ends a connection is hidden: the command reports the same.
     """
     handler = _ConsoleHandler()
     handler.setFormatter(logging.Formatter("%(message)s" if not verbose else "%(asctime)s %(name)s: %(message)s"))
@@ -212,6 +214,8 @@ def show_logs(verbose: int = 0) -> None:
     ours.handlers[:] = [handler]
     ours.propagate = False
     ours.setLevel((logging.WARNING, logging.INFO, logging.DEBUG)[min(verbose, 2)])
+    if not verbose:
+        hide_logs(given_up_logger)
     for name in _DRIVERS:
         driver = logging.getLogger(name)
         driver.handlers[:] = [handler]

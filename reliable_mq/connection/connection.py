@@ -25,7 +25,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from reliable_mq._util.logs import get_logger
+from reliable_mq._util.logs import get_logger, given_up_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import Arrivals, SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
@@ -417,7 +417,7 @@ class Connector:
             self._enter(ConnectionState.GIVEN_UP)
             self._cancel_timer()
             self._drop_link("given up")
-            logger.error("%s: giving up: %s", self._name, error)
+            given_up_logger.error("%s: giving up: %s", self._name, error)
         else:
             self._enter(ConnectionState.WAITING)
             self._set_timer(wait, self._reconnect)

@@ -27,8 +27,15 @@ from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.filter import Filter, Statistics
 from reliable_mq.deadletters.jsonl import read_line, write_line
 from reliable_mq.deadletters.message import DeadMessage
-from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing, read_batches
-from reliable_mq.errors import ConfigurationError, ConsumeError, PublishError, ReliableMQError, UsageError
+from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing, none_was_sent, read_batches
+from reliable_mq.errors import (
+    BrokerUnavailable,
+    ConfigurationError,
+    ConsumeError,
+    PublishError,
+    ReliableMQError,
+    UsageError,
+)
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
@@ -49,6 +56,7 @@ _PUBLISH_TIMEOUT: Final = 60.0  # seconds
 _EVERYTHING: Final = Filter()
 _REFUSED_AT: Final = 16  # deliveries of a message if the limit may be RabbitMQ's default of 20
 _IMPORTED_AT_A_TIME: Final = 1000
+_IMPORTED_BYTES: Final = 32 * 1024 * 1024  # less than a publisher holds
 _NOT_COUNTED: Final = (4, 3)  # the first version that does not count a return as a failed delivery
 _OTHER_LIMIT: Final = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue "
 _MANY: Final = 10_000  # the number of messages above which basic.get is too slow
@@ -359,7 +367,8 @@ class DeadLetterQueue:
         """Publish JSON lines, as written by `export`, into this queue, byte for byte.
 
         Blocks until all messages are settled. A line whose message has a ``CC`` or ``BCC`` header is refused, because
-        RabbitMQ would also route the message to other queues.
+        RabbitMQ would also route the message to other queues. If nothing of a batch could be sent within 60 s, as under
+        an alarm of the broker, the lines after it are not tried, and fail.
 
         Returns:
             The number of confirmed messages, and the numbers of the other lines, from 1, each with its error.
@@ -367,27 +376,37 @@ class DeadLetterQueue:
         confirmed = number = 0
         failures: list[tuple[int, ReliableMQError]] = []
         waiting: list[tuple[int, Confirmation]] = []
+        size = 0  # bytes of the waiting lines
+        ended: ReliableMQError | None = None
 
         def collect() -> None:
-            nonlocal confirmed
-            for line, confirmation in waiting:
-                error = confirmation.exception()
-                if error is None:
-                    confirmed += 1
-                else:
-                    failures.append((line, error))
+            nonlocal confirmed, size, ended
+            errors = [confirmation.exception() for _line, confirmation in waiting]
+            failed = [(line, error) for (line, _), error in zip(waiting, errors, strict=True) if error is not None]
+            confirmed += len(waiting) - len(failed)
+            failures.extend(failed)
+            if none_was_sent(errors):
+                ended = BrokerUnavailable(
+                    "not tried, because the broker accepts no messages: none of the lines before it could be sent in "
+                    "time. Does it have an alarm?"
+                )
             waiting.clear()
+            size = 0
             if progress is not None:
                 progress(number, number)
 
         publisher = self._new_publisher()
         try:
             for number, line in enumerate(lines, start=1):
+                if ended is not None:
+                    failures.append((number, ended))
+                    continue
+                size += len(line)
                 try:
                     waiting.append((number, publisher.submit(_imported(line), routing_key=self._name)))
                 except (ConfigurationError, PublishError) as error:
                     failures.append((number, error))
-                if len(waiting) >= _IMPORTED_AT_A_TIME:
+                if len(waiting) >= _IMPORTED_AT_A_TIME or size >= _IMPORTED_BYTES:
                     collect()
             collect()
         finally:

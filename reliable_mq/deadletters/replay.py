@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
@@ -47,7 +47,7 @@ from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing", "read_batches"]
+__all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing", "none_was_sent", "read_batches"]
 
 _MADE_UP: Final = 0.005  # seconds; the maximum excess of a wait that is made up for
 
@@ -123,6 +123,14 @@ class ReplayReport:
     def ok(self) -> bool:
         """Whether all messages were published."""
         return not self.failed
+
+
+def none_was_sent(errors: Sequence[Exception | None]) -> bool:
+    """Return whether nothing of a batch could be sent within its time.
+
+    The same applies then to the next batch.
+    """
+    return bool(errors) and all(isinstance(error, _TOO_LATE) and not error.may_have_arrived for error in errors)
 
 
 def read_batches(
@@ -284,7 +292,7 @@ class Replay:
             raise
         self._settle(done, confirmations, None)
         errors = [confirmation.exception() for _message, confirmation in confirmations]
-        if errors and all(isinstance(error, _TOO_LATE) and not error.may_have_arrived for error in errors):
+        if none_was_sent(errors):
             raise BrokerUnavailable(
                 f"the replay has ended, because the broker accepts no messages: none of {len(errors)} could be sent in "
                 "time. Does it have an alarm?"

@@ -13,7 +13,8 @@ from reliable_mq.cli import dlq as commands
 from reliable_mq.cli.terminal import parse_headers
 from reliable_mq.cli.web import _token
 from reliable_mq.deadletters import DeadLetterQueue
-from reliable_mq.errors import StaleDelivery
+from reliable_mq.errors import BrokerUnavailable, StaleDelivery
+from tests.contract.scripted_broker import ScriptedBroker
 from tests.web.memory_broker import MemoryBroker, letter
 
 if TYPE_CHECKING:
@@ -125,6 +126,19 @@ def test_a_host_that_no_resolver_takes_is_named(run: Run, line: tuple[str, ...],
 
 
 @pytest.mark.parametrize(
+    ("command", "options"),
+    [(("consume",), ("--ack",)), (("dlq", "list"), ()), (("dlq", "import"), ()), (("stage",), ("s",))],
+)
+def test_a_refusal_by_the_broker_is_told_once(run: Run, command: tuple[str, ...], options: tuple[str, ...]) -> None:
+    with ScriptedBroker() as broker:
+        broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - vhost missing not found"
+        status, told = run(*command, broker.url, QUEUE, *options)
+    assert status == 1
+    assert told.removeprefix("0 messages moved ").startswith("reliable-mq: 127.0.0.1:")
+    assert told.count("NOT_ALLOWED") == 1
+
+
+@pytest.mark.parametrize(
     ("option", "value"), [("--for", "5"), ("--window", ""), ("--max-age", "0s"), ("--for", "\u0665m")]
 )
 def test_a_wrong_duration_is_named_by_its_option(run: Run, option: str, value: str) -> None:
@@ -206,6 +220,20 @@ def test_lines_that_cannot_be_imported_are_named_by_their_file(run: Run, broker:
     assert f"{files[0]}, line 2: not JSON" in told
     assert f"{files[2]}, line 3: not JSON" in told
     assert told.endswith("3 of 5 messages confirmed")
+
+
+def test_lines_that_were_not_tried_are_told_in_one_line(
+    run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], **_: object) -> tuple[int, list[object]]:
+        error = BrokerUnavailable("not tried")
+        return 0, [(number, error) for number, _line in enumerate(lines, start=1)]
+
+    monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
+    file = tmp_path / "dead.jsonl"
+    file.write_text('{"body": "a"}\n' * 20_000)
+    told = f"{file}, line 1: not tried (the same for 19,999 lines after it) 0 of 20,000 messages confirmed"
+    assert run("dlq", "import", BROKER, QUEUE, str(file)) == (1, told)
 
 
 def test_an_import_takes_the_same_memory_for_any_number_of_lines(

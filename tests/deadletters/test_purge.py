@@ -1,12 +1,14 @@
-"""A purge that fails midway, a take whose channel is lost, and the nacks at the end of an operation."""
+"""A purge that fails midway, an import under an alarm, a lost channel, and the nacks at the end of an operation."""
 
 from __future__ import annotations
 
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from reliable_mq import Message
 from reliable_mq.codec import encode_nack
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
@@ -15,7 +17,7 @@ from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.deadletters import channel as channel_module
 from reliable_mq.deadletters.channel import GetChannel
-from reliable_mq.errors import ConfigurationError, StaleDelivery
+from reliable_mq.errors import ConfigurationError, PublishUnconfirmed, StaleDelivery
 from reliable_mq.url import parse_url
 from tests.web.memory_broker import MemoryBroker, letter
 
@@ -54,6 +56,29 @@ def test_an_invalid_purge_limit_deletes_nothing(limit: Any) -> None:
     with opened(broker) as dead, pytest.raises(ConfigurationError, match="limit must be a whole number"):
         dead.purge(limit=limit)
     assert len(broker.queues[QUEUE]) == 500
+
+
+@pytest.mark.parametrize("size", [1, 1024 * 1024])
+def test_an_import_ends_if_nothing_of_a_batch_could_be_sent(size: int) -> None:
+    """The lines after it are reported, too. A batch is at most 1000 lines or 32 MiB."""
+    tried = []
+
+    class Blocked:
+        def submit(self, message: Message, *, routing_key: str) -> Any:
+            tried.append((message, routing_key))
+            return SimpleNamespace(exception=lambda: PublishUnconfirmed("not sent in time", sent=False))
+
+        def close(self, _timeout: float) -> None:
+            pass
+
+    dead = opened(MemoryBroker())
+    dead._new_publisher = Blocked  # type: ignore[assignment]
+    line = b'{"body": "%s"}' % (b"x" * size)
+    confirmed, failures = dead.import_lines([b"{", *[line] * 1200])
+    assert (confirmed, [number for number, _ in failures]) == (0, [*range(1, 1202)])
+    assert len(tried) == (1000 if size == 1 else 32)
+    assert "not sent in time" in str(failures[1][1])
+    assert "not tried, because the broker accepts no messages" in str(failures[-1][1])
 
 
 @pytest.mark.parametrize("as_published", [False, True])

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
@@ -380,8 +381,9 @@ def import_(
         progress_bar("importing") as bar,
     ):
         confirmed, failures = dead.import_lines(texts(), progress=bar)
-    for number, error in failures:
-        say(f"{place(number)}: {error}")
+    for _, alike in groupby(failures, key=lambda failure: id(failure[1])):
+        (number, error), *others = alike
+        say(f"{place(number)}: {error}" + (f" (the same for {len(others):,} lines after it)" if others else ""))
     say(f"{confirmed:,} of {count:,} messages confirmed")
     if given.error is not None:
         raise given.error
