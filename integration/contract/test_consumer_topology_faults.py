@@ -223,7 +223,7 @@ def test_f25_a_queue_with_other_arguments_is_said_at_the_start(vhost: VirtualHos
 def test_a_named_queue_that_does_not_exist_is_said_at_the_start(vhost: VirtualHost) -> None:
     """The error says what to do about it."""
     error = run_to_its_error(Consumer(vhost.url, "nowhere", Handler()), TopologyMismatch)
-    assert "create the queue, or give a Queue" in str(error)
+    assert "create the queue first; in Python, a Queue" in str(error)
 
 
 def test_a_virtual_host_that_does_not_exist_is_said_at_the_start(vhost: VirtualHost) -> None:

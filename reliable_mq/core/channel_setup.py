@@ -333,7 +333,7 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
     away = is_away(refused)
     if code == _NOT_FOUND and kind and not away:
         if isinstance(step, CheckQueue):
-            to_do = "a plain name is not declared: create the queue, or give a Queue"
+            to_do = "a name alone declares nothing: create the queue first; in Python, a Queue declares it"
         else:
             to_do = "declare it in the same topology, or create it first"
         return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)

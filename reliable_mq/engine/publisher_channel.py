@@ -535,7 +535,7 @@ class BasePublisherChannel(BaseChannel[P]):
     def _log_unwatched(self, latest: P, count: int) -> None:
         if due := self._unwatched_log.count(count):
             unwatched_logger.warning(
-                "%d publishes failed that no caller waits for; the last: %s",
+                "failed publishes that no caller waits for: %d; the last: %s",
                 due,
                 latest.failure(),
                 extra=None if latest.trace is None else latest.trace.ids,

@@ -1104,7 +1104,7 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
 
     with pytest.raises(PublishNacked):
         leave()
-    assert "1 publishes failed that no caller waits for" in caplog.text
+    assert "failed publishes that no caller waits for: 1" in caplog.text
 
 
 def test_a_publish_that_fails_at_once_is_not_logged_as_unawaited(

@@ -422,7 +422,7 @@ def test_an_unawaited_failure_is_logged_with_its_trace(
     [send] = recorder.wait(1)
     with pytest.raises(PublishNacked):
         publisher.close()
-    [record] = [record for record in caplog.records if "1 publishes failed that no caller waits for" in record.message]
+    [record] = [record for record in caplog.records if "failed publishes that no caller waits for: 1" in record.message]
     ids = context_of(send)
     assert (vars(record)["trace_id"], vars(record)["span_id"]) == (f"{ids.trace_id:032x}", f"{ids.span_id:016x}")
 
