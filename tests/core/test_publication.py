@@ -24,6 +24,12 @@ def test_a_new_publication_is_not_settled(publication: Publication) -> None:
     assert str(publication) == "message id-1 to exchange 'shop' with routing key 'orders.new'"
 
 
+def test_a_publication_without_an_id_is_called_so() -> None:
+    """Messages of other clients may have none."""
+    publication = Publication(Message.from_wire(b"", b"\0\0"), "", "orders", True, 0, 12.5, None)
+    assert str(publication) == "message without id to exchange '' with routing key 'orders'"
+
+
 def test_a_confirmed_one_has_a_receipt_and_no_error(publication: Publication) -> None:
     """The receipt has the number of attempts and the possible duplicate."""
     publication.outcome = Outcome.CONFIRMED

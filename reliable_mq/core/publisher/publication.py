@@ -250,7 +250,8 @@ class Publication:
         return PublishUnconfirmed(f"{self} {text}", message_id=message_id, sent=sent)
 
     def __str__(self) -> str:
-        return f"message {self.message.message_id} to exchange {self.exchange!r} with routing key {self.routing_key!r}"
+        name = self.message.message_id or "without id"
+        return f"message {name} to exchange {self.exchange!r} with routing key {self.routing_key!r}"
 
 
 _FAILURES_KEPT = 100
