@@ -477,11 +477,21 @@ class DeadLetterQueue:
                         return
 
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
-        """Read the messages that are in the queue now in batches."""
+        """Read the messages that are in the queue now in batches; warn of missing ones."""
+        read = total = 0
         for batch, total in read_batches(self._channel, size, self._guard):
+            read = batch[-1].position
             yield batch
             if progress is not None:
-                progress(batch[-1].position, total)
+                progress(read, total)
+        if read < total:
+            logger.warning(
+                "%d of %d messages of queue %r were not read: they expired, or others took them, such as a consumer, a "
+                "browse or a replay",
+                total - read,
+                total,
+                self._name,
+            )
 
 
 def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:

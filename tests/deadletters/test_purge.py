@@ -49,6 +49,21 @@ def test_a_purge_counts_up_to_its_limit() -> None:
     assert counts == [200, 250]
 
 
+def test_a_reader_is_told_that_others_took_messages(caplog: pytest.LogCaptureFixture) -> None:
+    """Otherwise, an export would be incomplete without a word."""
+    broker = MemoryBroker()
+    broker.add(QUEUE, *map(letter, range(500)))
+    with opened(broker) as dead:
+        assert len(list(dead.browse())) == 500
+        assert not caplog.records
+        messages = dead.browse()
+        next(messages)
+        held, broker.queues[QUEUE] = broker.queues[QUEUE], []
+        assert len(list(messages)) == 199
+        assert "300 of 500 messages of queue 'orders.dead' were not read" in caplog.text
+    assert len(held) == 300
+
+
 @pytest.mark.parametrize("limit", [-1, 0, True, 1.5])
 def test_an_invalid_purge_limit_deletes_nothing(limit: Any) -> None:
     broker = MemoryBroker()
