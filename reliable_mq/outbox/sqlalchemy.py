@@ -296,7 +296,7 @@ class SQLAlchemyOutbox:
         new = [self._values(row, now) for row in rows]
         # Sorted by id: transactions that lock rows in the same order do not deadlock.
         settlements = sorted(settlements, key=lambda one: one.row.id)
-        removed = [one.row.id for one in settlements if one.outcome is RowOutcome.CONFIRMED]
+        removed = [one.row for one in settlements if one.outcome is RowOutcome.CONFIRMED]
         others: dict[tuple[Any, ...], list[RowSettlement]] = {}  # by all that they have in common
         for one in settlements:
             if one.outcome is not RowOutcome.CONFIRMED:
@@ -312,7 +312,9 @@ class SQLAlchemyOutbox:
                 connection.execute(sa.insert(self.table), new)
             delete, row = delete_by_id(self.table, connection.dialect)
             for some in portions(removed):
-                connection.execute(delete.where(row.c.id.in_(some)))
+                ids, message_ids = [one.id for one in some], [one.message.message_id for one in some]
+                # A table that was truncated, or a server that lost its last commits, may use an id again.
+                connection.execute(delete.where(row.c.id.in_(ids), row.c.message_id.in_(message_ids)))
             clock = database_time(connection) if others else 0.0
             # Not in the engine's cache of statements, because each number of reasons is another statement.
             uncached = {"compiled_cache": None}

@@ -52,6 +52,25 @@ def test_claims_from_before_a_reboot_are_free_at_once(tmp_path: Path, monkeypatc
     engine.dispose()
 
 
+def test_a_late_confirm_removes_no_row_that_got_the_same_id(tmp_path: Path) -> None:
+    """A truncated table, or a server that lost its last commits, uses ids again."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    outbox = SQLAlchemyOutbox(engine, create=True)
+    outbox.open()
+    store(outbox, "lost", "lost too")
+    lost = take(outbox.claims())
+    with engine.begin() as connection:
+        connection.execute(text("DELETE FROM reliable_mq_outbox"))
+        connection.execute(text("DELETE FROM sqlite_sequence"))
+    store(outbox, "new")
+    outbox.write([], [RowSettlement(row, RowOutcome.CONFIRMED) for row in lost])
+    [new] = take(outbox.claims())
+    assert (new.id, new.message.body) == (lost[0].id, b"new")
+    outbox.write([], [RowSettlement(new, RowOutcome.CONFIRMED)])
+    assert outbox.status().rows == 0
+    engine.dispose()
+
+
 def test_a_table_without_its_index_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A migration may have left it out. ``create_table`` creates it."""
     engine = create_engine(f"sqlite:///{tmp_path}/database")
