@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import create_engine, make_url, text
 from sqlalchemy.ext.asyncio import create_async_engine
 
 from integration.support.blocking import BlockingPublisher
-from integration.support.databases import APIS, with_driver
+from integration.support.databases import APIS, ASYNC_DRIVERS, with_driver
 from integration.support.lossy import LossyProxy
 from reliable_mq import Message, OutboxError, Publisher, Queue
+from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.testing.waiting import wait_until
 
@@ -130,6 +131,44 @@ def test_an_outbox_goes_on_when_its_connections_fall_silent(
         else:
             asyncio.run(engine.dispose())
     assert b"after" in {body for _, body in vhost.bodies("orders")}
+
+
+@pytest.mark.parametrize("driver", ["", *ASYNC_DRIVERS["postgresql"]])
+def test_no_query_of_an_outbox_is_left_that_waits_for_a_lock(database: Callable[[str], Database], driver: str) -> None:
+    """While PostgreSQL waits for a lock, it does not notice that its client is gone.
+
+    It ends the query itself, a little before the outbox gives up.
+    """
+    url = database("postgresql").fresh()
+    engine: Any = create_async_engine(with_driver(url, driver)) if driver else create_engine(url)
+    outbox, other = short_of_time(engine), create_engine(url)
+    claims = outbox.claims()
+    waiting = text(
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+
+    def left() -> int:
+        with other.connect() as looking:
+            return int(looking.scalar(waiting) or 0)
+
+    def write() -> None:
+        outbox.write([NewRow(Message(b"1"), "", "orders", True, None)], [])
+
+    calls: list[Callable[[], object]] = [write, outbox.status, outbox.backlog, lambda: claims.take(1)]
+    with other.begin() as holding:
+        holding.execute(text("LOCK TABLE reliable_mq_outbox"))
+        for call in calls:
+            with pytest.raises(OutboxError, match=r"lock timeout|no answer within"):
+                call()
+        wait_until(lambda: left() == 0, timeout=20, what="no query that waits")
+    wait_for_answer(write, "a stored message")
+    assert len(wait_for_answer(lambda: claims.take(1), "a row").rows) == 1
+    outbox.close()
+    other.dispose()
+    if driver:
+        asyncio.run(engine.dispose())
+    else:
+        engine.dispose()
 
 
 def short_of_time(engine: Any) -> SQLAlchemyOutbox:

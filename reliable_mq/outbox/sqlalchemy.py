@@ -50,6 +50,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     ddl,
     delete_by_id,
     exact_collation,
+    limit_lock_waits,
     outbox_table,
     portions,
     update_by_id,
@@ -511,7 +512,12 @@ class SQLAlchemyOutbox:
         return self._do(work, "changing what was set aside", None)
 
     def _do_in_time(self, work: Callable[[Connection], T], what: str) -> T:
-        return self._do(work, what, self._timeout)
+        def limited(connection: Connection) -> T:
+            if self._timeout is not None:
+                limit_lock_waits(connection, self._timeout)
+            return work(connection)
+
+        return self._do(limited, what, self._timeout)
 
     def _do(self, work: Callable[[Connection], T], what: str, timeout: float | None) -> T:
         if os.getpid() != self._made_in:
