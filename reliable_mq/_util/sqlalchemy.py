@@ -58,6 +58,8 @@ CONFLICTS: Final = frozenset({"40001", "40P01", 1205, 1213, 1020})
 It is safe to repeat. 1020 is MariaDB's for a row that is newer than the snapshot of the statement.
 """
 
+_READ_ONLY: Final = frozenset({"25006", 1290, 1792, 1836})  # of a server, or of the transactions of a connection
+
 
 def error_code(error: Exception) -> str | int | None:
     """Return the SQLSTATE of a driver's error, or the code of MariaDB and MySQL."""
@@ -118,12 +120,24 @@ def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
     """Begin a transaction; commit it at the end of the block, or roll it back.
 
     Args:
-        connection: A connection from a pool that is in no transaction.
+        connection: A connection from a pool that is in no transaction. It does not return there if its server is
+            read-only, because that may have become a replica, and a new connection may reach the primary.
         level: The isolation level, which may be AUTOCOMMIT; None for the engine's level.
     """
-    if level is None:
-        with connection.begin():
+    try:
+        with _at_level(connection, level), connection.begin():
             yield
+    except DBAPIError as error:
+        if error_code(error) in _READ_ONLY:
+            connection.invalidate(error)
+        raise
+
+
+@contextlib.contextmanager
+def _at_level(connection: Connection, level: str | None) -> Iterator[None]:
+    """Set the isolation level within the block, unless it is None."""
+    if level is None:
+        yield
         return
     dialect: Any = connection.dialect
     held = connection.connection.dbapi_connection
@@ -133,8 +147,7 @@ def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
         connection.invalidate(error)
         raise
     try:
-        with connection.begin():
-            yield
+        yield
     finally:
         if not connection.invalidated:
             try:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine, event, text
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.util import await_only
 
@@ -67,6 +68,24 @@ def test_work_that_hangs_on_a_loop_is_cancelled_in_time(tmp_path: Path) -> None:
         with pytest.raises(TimeoutError, match="its own"):
             runner.run(fail, None, 20)
     asyncio.run(engine.dispose())
+
+
+@pytest.mark.parametrize("code", ["25006", 1290, 1792, 1836])
+def test_a_connection_to_a_read_only_server_is_dropped(tmp_path: Path, code: str | int) -> None:
+    """The server may have become a replica. Connections that failed for other reasons stay in the pool."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    opened: list[object] = []
+    event.listen(engine, "connect", lambda connection, _: opened.append(connection))
+
+    def fail(reason: str | int) -> None:
+        raise OperationalError("INSERT", {}, Exception(reason))
+
+    with closing(SyncTransactionRunner(engine)) as runner:
+        for reason in ("another", code, "another"):
+            with pytest.raises(OperationalError):
+                runner.run(lambda _, reason=reason: fail(reason), None)
+    assert len(opened) == 2
+    engine.dispose()
 
 
 def test_work_whose_caller_is_interrupted_is_cancelled(tmp_path: Path) -> None:
