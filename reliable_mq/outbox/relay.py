@@ -195,11 +195,11 @@ class OutboxWriter(_OutboxThread, Generic[T]):
             self._write_now([message.row for message in messages], settlements)
         except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
             failure = self._failure(error)
+            self._report(messages, failure)  # first, because another write may take as long again
             if messages and settlements and not failure.may_have_arrived:
                 self._write_settlements()  # on a full disk, they may succeed without the messages
             elif settlements:
                 self._settle_later(failure)
-            self._report(messages, failure)
         else:
             self._settled(settlements)
             self._report(messages, None)

@@ -81,6 +81,26 @@ def test_a_message_that_could_not_be_stored_is_never_tried_again(outbox: Failing
     assert outbox.asked == [(1, 1), (0, 1), (0, 1)]
 
 
+def test_a_failure_is_reported_before_outcomes_are_retried(outbox: Failing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a lock on the table, for example, the next write may take as long as the first one."""
+    told = Told(outbox)
+    reported: list[bool] = []
+    write = outbox.write
+
+    def noting(rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
+        reported.append(not told.stored.empty())
+        write(rows, settlements)
+
+    monkeypatch.setattr(outbox, "write", noting)
+    told.writer.store("mine", NEW)
+    told.writer.settle([DONE])
+    told.writer.start()
+    assert told.settled.get(timeout=20) == [DONE]
+    told.writer.stop()
+    assert told.writer.join(20)
+    assert reported == [False, True, True]
+
+
 class Broken(Failing):
     """An outbox whose first writes raise an unexpected exception."""
 
