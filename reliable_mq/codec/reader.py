@@ -280,7 +280,8 @@ class InboundReader:
                     most = _LARGEST_HEADER if kind == _HEADER_FRAME else self._largest
                     if kind not in _FRAME_TYPES:
                         if data[offset : offset + 4] != _PROTOCOL_HEADER:
-                            raise self._broken_by(f"frame of type {kind} and {length} bytes on channel {number}")
+                            frame = f"frame of type {kind} and {length} bytes on channel {number}"
+                            raise self._broken_by(f"{frame} (is this a port for AMQP?)")
                         number, end = -1, payload
                     elif length > most:
                         frame = f"frame of type {kind} and {length} bytes on channel {number}"

@@ -193,7 +193,7 @@ class ConsumerOptions:
         Raises:
             ConfigurationError: If an option is invalid or contradicts another option. The message names it.
         """
-        if idempotency is not None and not isinstance(idempotency, IdempotencyStore):
+        if isinstance(idempotency, type) or not (idempotency is None or isinstance(idempotency, IdempotencyStore)):
             _refuse(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")

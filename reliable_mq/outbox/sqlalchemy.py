@@ -213,7 +213,9 @@ class SQLAlchemyOutbox:
                 of a session, the flush raises it.
         """
         if not isinstance(message, Message):
-            raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
+            raise ConfigurationError(
+                f"message must be a Message, not {type(message).__name__}: wrap it, Message(body) or Message.json(...)"
+            )
         check_flag("mandatory", mandatory)
         publish_head(1, exchange, routing_key, mandatory)  # raises an error that names a value it cannot encode
         _check_texts(message.message_id, exchange, routing_key, ordering_key)

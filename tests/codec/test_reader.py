@@ -482,6 +482,11 @@ def test_a_broken_method_before_whole_content_delivers_nothing(broken: bytes) ->
     assert (recorder.events, recorder.batches) == ([], [])
 
 
+def test_an_unknown_type_of_frame_names_the_likely_mistake() -> None:
+    with pytest.raises(CodecError, match=r"frame of type 72 .* \(is this a port for AMQP\?\)$"):
+        attached().reader.feed(BROKEN["text instead of AMQP"])
+
+
 def test_an_oversized_frame_is_an_error_once_its_header_arrives() -> None:
     """The reader does not wait for its payload.
 

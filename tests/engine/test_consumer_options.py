@@ -57,6 +57,8 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"max_body_bytes": -1}, "max_body_bytes must be"),
         ({"max_header_bytes": "1k"}, "max_header_bytes must be"),
         ({"retry": 3}, "retry must be a RetryPolicy, not 3"),
+        ({"idempotency": "redis://localhost"}, "idempotency must be an IdempotencyStore, not 'redis://localhost'"),
+        ({"idempotency": MemoryStore}, "idempotency must be an IdempotencyStore, not <class 'reliable_mq"),
         ({"idempotency_key": "id"}, "idempotency_key must be callable"),
         ({"idempotency_key": awaited}, "idempotency_key is a coroutine function"),
         ({"idempotency_lease": 0}, "idempotency_lease must be"),

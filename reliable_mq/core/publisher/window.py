@@ -68,7 +68,9 @@ class MessageLimits:
             PublishRefused: If the message is too large.
         """
         if not isinstance(message, Message):
-            raise ConfigurationError(f"message must be a Message, not {type(message).__name__}: wrap it, Message(body)")
+            raise ConfigurationError(
+                f"message must be a Message, not {type(message).__name__}: wrap it, Message(body) or Message.json(...)"
+            )
         try:
             known = (exchange, routing_key) in self._targets
         except TypeError:  # one of them is not a string but, for example, a list
