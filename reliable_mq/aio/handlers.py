@@ -38,10 +38,10 @@ from reliable_mq.core.consumer.handler import (
     RunHandler,
     Skipped,
     SkipReason,
-    check_answer,
     failure_of_handler,
     handling,
 )
+from reliable_mq.core.consumer.handler_signature import check_answer
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.engine.claim_groups import ClaimBatcher
 from reliable_mq.engine.steps import awaiting

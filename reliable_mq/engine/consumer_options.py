@@ -20,7 +20,8 @@ from reliable_mq.core.channel_setup import consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 from reliable_mq.core.consumer.dispatch import Batcher
-from reliable_mq.core.consumer.handler import ClaimPolicy, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.handler import ClaimPolicy
+from reliable_mq.core.consumer.handler_signature import check_handler, is_coroutine_function
 from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
 from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from reliable_mq.core.consumer.quarantine import Quarantine

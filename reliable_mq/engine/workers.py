@@ -38,11 +38,11 @@ from reliable_mq.core.consumer.handler import (
     NotStarted,
     Release,
     RunHandler,
-    check_answer,
     failure_of_handler,
     handling,
     settling,
 )
+from reliable_mq.core.consumer.handler_signature import check_answer
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.engine import claim_groups
 from reliable_mq.engine.claim_groups import ClaimBatcher, settling_group_rest

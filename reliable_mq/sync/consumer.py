@@ -23,7 +23,7 @@ from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.signals import ReplacedHandlers
 from reliable_mq._util.validation import Duration
-from reliable_mq.core.consumer.handler import is_coroutine_function
+from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer
 from reliable_mq.engine.pull import leave
 from reliable_mq.engine.steps import blocking

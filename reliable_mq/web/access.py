@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reliable_mq.core.consumer.handler import is_coroutine_function
+from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
 __all__ = ["SHORTEST_TOKEN", "Guard", "UserOf"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
-from reliable_mq.core.consumer.handler import check_answer, check_handler, is_coroutine_function
+from reliable_mq.core.consumer.handler_signature import check_answer, check_handler, is_coroutine_function
 
 
 def plain(_delivery: object) -> None:
@@ -45,7 +45,23 @@ class Generator:
         yield
 
 
-@pytest.mark.parametrize("handler", [plain, Plain(), print, list, partial(plain, 1), coroutine, Coroutine()])
+def two(_delivery: object, _session: object) -> None:
+    pass
+
+
+def none() -> None:
+    pass
+
+
+@wraps(two)
+def with_session(delivery: object) -> None:
+    two(delivery, "a session")
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [plain, Plain(), print, list, iter, with_session, partial(plain), partial(two, 1), coroutine, Coroutine()],
+)
 def test_what_can_be_called_is_a_handler(handler: Any) -> None:
     check_handler(handler)
     assert is_coroutine_function(handler) is (handler is coroutine or isinstance(handler, Coroutine))
@@ -54,6 +70,21 @@ def test_what_can_be_called_is_a_handler(handler: Any) -> None:
 def test_what_cannot_be_called_is_none() -> None:
     with pytest.raises(ConfigurationError, match="handler must be callable, not 5"):
         check_handler(5)
+
+
+@pytest.mark.parametrize(
+    ("handler", "mistake"),
+    [
+        (two, "missing a required argument: '_session'"),
+        (none, "too many positional arguments"),
+        (partial(plain, 1), "too many positional arguments"),
+        (Plain.__call__, "missing a required argument: '_delivery'"),
+    ],
+)
+def test_a_handler_of_no_or_more_arguments_is_refused(handler: Any, mistake: str) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        check_handler(handler)
+    assert str(refused.value) == f"handler cannot be called with one argument, a delivery or a batch: {mistake}"
 
 
 @pytest.mark.parametrize("handler", [generator, async_generator, partial(generator), Plain().handle, Generator()])

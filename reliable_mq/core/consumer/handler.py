@@ -35,29 +35,23 @@ Invariants:
 - If the handler raised although its own transaction is or may be committed, an attempt is counted only if the store
   still has the claim. Otherwise a message whose effect is done would be dead-lettered after its last attempt. The
   handler may still raise `DeadLetter`.
-- A delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
-  nothing, or because a verdict was returned instead of raised. Acking it would lose the message.
 """
 
 from __future__ import annotations
 
 import enum
-import inspect
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import repeat
-from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
 from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, InboxClaim, SettlementRetries, checked_key
-from reliable_mq.errors import ConfigurationError, UsageError
-from reliable_mq.retry import DeadLetter, RetryLater
 
 __all__ = [
     "ClaimKeys",
@@ -74,12 +68,9 @@ __all__ = [
     "SkipReason",
     "Skipped",
     "Step",
-    "check_answer",
-    "check_handler",
     "delivery_of",
     "failure_of_handler",
     "handling",
-    "is_coroutine_function",
     "settling",
     "settling_rest",
 ]
@@ -553,48 +544,3 @@ def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, An
     if len(answer) != count:
         return f"the store gave {len(answer)} answers to {count} questions"
     return answer
-
-
-def is_coroutine_function(handler: object) -> bool:
-    """Return whether ``handler`` is a coroutine function, or is called as one."""
-    return _is(inspect.iscoroutinefunction, handler)
-
-
-def check_handler(handler: object) -> None:
-    """Refuse a handler that cannot handle deliveries.
-
-    Raises:
-        ConfigurationError: If the handler is not callable, or is a generator function.
-    """
-    if not callable(handler):
-        raise ConfigurationError(f"handler must be callable, not {handler!r}")
-    if _is(inspect.isgeneratorfunction, handler) or _is(inspect.isasyncgenfunction, handler):
-        raise ConfigurationError("handler is a generator function, so a call runs nothing: remove its yield")
-
-
-def check_answer(answer: object, *, batch: bool) -> None:
-    """Raise a returned verdict, and refuse the value of a handler that did not run.
-
-    The verdicts of a batch handler are read elsewhere.
-
-    Raises:
-        RetryLater, DeadLetter: If the value is such a verdict or its class.
-        UsageError: If the value is a coroutine or a generator.
-    """
-    if not batch:
-        if isinstance(answer, (RetryLater, DeadLetter)):
-            raise answer
-        if isinstance(answer, type) and issubclass(answer, (RetryLater, DeadLetter)):
-            raise answer
-    if isinstance(answer, CoroutineType):
-        answer.close()  # otherwise Python warns that it was never awaited
-        raise UsageError(
-            "the handler returned a coroutine that has not run; define it with async def, await what it "
-            "calls, and give it to an AsyncConsumer"
-        )
-    if isinstance(answer, (GeneratorType, AsyncGeneratorType)):
-        raise UsageError("the handler returned a generator that has not run: remove its yield")
-
-
-def _is(kind: Callable[[object], bool], handler: object) -> bool:
-    return kind(handler) or kind(type(handler).__call__)

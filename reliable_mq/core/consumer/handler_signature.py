@@ -1,0 +1,81 @@
+"""Checks of handlers and of their answers.
+
+A consumer checks its handler when it is made. Otherwise each call would fail, and each message would be retried and
+then dead-lettered, although nothing is wrong with the message. Of a decorated function the wrapper is checked, and not
+the function in its ``__wrapped__``, because the wrapper may supply further arguments.
+
+The mistake of some handlers shows only in their answer: a lambda that calls a coroutine function, for example.
+
+Invariants:
+
+- A handler is refused only if every call with a delivery would fail or run nothing. A builtin whose signature Python
+  does not know is accepted.
+- A delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
+  nothing, or because a verdict was returned instead of raised. Acking it would lose the message.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+
+from reliable_mq.errors import ConfigurationError, UsageError
+from reliable_mq.retry import DeadLetter, RetryLater
+
+__all__ = ["check_answer", "check_handler", "is_coroutine_function"]
+
+
+def is_coroutine_function(handler: object) -> bool:
+    """Return whether ``handler`` is a coroutine function, or is called as one."""
+    return _is(inspect.iscoroutinefunction, handler)
+
+
+def check_handler(handler: object) -> None:
+    """Refuse a handler that cannot handle deliveries.
+
+    Raises:
+        ConfigurationError: If the handler is not callable, is a generator function, or cannot take one argument.
+    """
+    if not callable(handler):
+        raise ConfigurationError(f"handler must be callable, not {handler!r}")
+    if _is(inspect.isgeneratorfunction, handler) or _is(inspect.isasyncgenfunction, handler):
+        raise ConfigurationError("handler is a generator function, so a call runs nothing: remove its yield")
+    try:
+        signature = inspect.signature(handler, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"handler cannot be called with one argument, a delivery or a batch: {error}"
+        ) from None
+
+
+def check_answer(answer: object, *, batch: bool) -> None:
+    """Raise a returned verdict, and refuse the value of a handler that did not run.
+
+    The verdicts of a batch handler are read elsewhere.
+
+    Raises:
+        RetryLater, DeadLetter: If the value is such a verdict or its class.
+        UsageError: If the value is a coroutine or a generator.
+    """
+    if not batch:
+        if isinstance(answer, (RetryLater, DeadLetter)):
+            raise answer
+        if isinstance(answer, type) and issubclass(answer, (RetryLater, DeadLetter)):
+            raise answer
+    if isinstance(answer, CoroutineType):
+        answer.close()  # otherwise Python warns that it was never awaited
+        raise UsageError(
+            "the handler returned a coroutine that has not run; define it with async def, await what it "
+            "calls, and give it to an AsyncConsumer"
+        )
+    if isinstance(answer, (GeneratorType, AsyncGeneratorType)):
+        raise UsageError("the handler returned a generator that has not run: remove its yield")
+
+
+def _is(kind: Callable[[object], bool], handler: object) -> bool:
+    return kind(handler) or kind(type(handler).__call__)
