@@ -28,6 +28,7 @@ __all__ = [
     "is_number",
     "is_text",
     "is_whole_number",
+    "lock_timeout",
     "seconds",
     "unique_keys",
     "whole_number",
@@ -113,6 +114,15 @@ def seconds(field: str, value: Duration, *, positive: bool = False) -> float:
         least = "above 0" if positive else "from 0"
         raise ConfigurationError(f"{field} must be a number of seconds {least} to 1e9, or a timedelta, not {value!r}")
     return float(number)
+
+
+def lock_timeout(timeout: float) -> int:
+    """Return PostgreSQL's ``lock_timeout`` in milliseconds for a call's timeout.
+
+    The wait for a lock ends a little before ``timeout`` seconds. While it lasts, PostgreSQL does not notice that its
+    client is gone, and abandoned connections would pile up until it refuses new ones.
+    """
+    return max(int(0.9 * min(timeout, LONGEST_BUSY_TIMEOUT) * 1000), 1)
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

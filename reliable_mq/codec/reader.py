@@ -280,17 +280,15 @@ class InboundReader:
                     most = _LARGEST_HEADER if kind == _HEADER_FRAME else self._largest
                     if kind not in _FRAME_TYPES:
                         if data[offset : offset + 4] != _PROTOCOL_HEADER:
-                            frame = f"frame of type {kind} and {length} bytes on channel {number}"
-                            raise self._broken_by(f"{frame} (is this a port for AMQP?)")
+                            raise self._broken_by_frame(kind, number, length, " (is this a port for AMQP?)")
                         number, end = -1, payload
                     elif length > most:
-                        frame = f"frame of type {kind} and {length} bytes on channel {number}"
-                        raise self._broken_by(f"{frame}, where at most {most} may come")
+                        raise self._broken_by_frame(kind, number, length, f", where at most {most} may come")
                     elif end >= size:
                         wanted = end + 1 - offset
                         break
                     elif data[end] != _FRAME_END:
-                        raise self._broken_by(f"frame of type {kind} and {length} bytes on channel {number} has no end")
+                        raise self._broken_by_frame(kind, number, length, " has no end")
                 state = channels.get(number)
                 method = 0
                 if kind == _METHOD_FRAME and length >= 4 and state is not None:
@@ -458,6 +456,9 @@ class InboundReader:
     def _pass_on(self, batch: _Batch) -> None:
         self._batch = None
         batch.sink.delivered(batch.deliveries)
+
+    def _broken_by_frame(self, kind: int, number: int, length: int, flaw: str) -> CodecError:
+        return self._broken_by(f"frame of type {kind} and {length} bytes on channel {number}{flaw}")
 
     def _broken_by(self, reason: str) -> CodecError:
         """Pass on the batch, refuse further input, and return the error to raise."""

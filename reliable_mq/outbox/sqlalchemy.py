@@ -34,6 +34,7 @@ from reliable_mq._util.sqlalchemy import (
 from reliable_mq._util.validation import Duration, check_flag, is_text, seconds
 from reliable_mq.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
+from reliable_mq.core.publisher.window import no_message
 from reliable_mq.errors import ConfigurationError, OutboxError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
@@ -213,9 +214,7 @@ class SQLAlchemyOutbox:
                 of a session, the flush raises it.
         """
         if not isinstance(message, Message):
-            raise ConfigurationError(
-                f"message must be a Message, not {type(message).__name__}: wrap it, Message(body) or Message.json(...)"
-            )
+            raise no_message(message)
         check_flag("mandatory", mandatory)
         publish_head(1, exchange, routing_key, mandatory)  # raises an error that names a value it cannot encode
         _check_texts(message.message_id, exchange, routing_key, ordering_key)

@@ -25,7 +25,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
 from reliable_mq._util.boottime import boot, since_boot
-from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT
+from reliable_mq._util.validation import lock_timeout
 
 __all__ = [
     "COLLATES",
@@ -172,12 +172,10 @@ def begin_taking(connection: sa.Connection) -> float:
 def limit_lock_waits(connection: sa.Connection, timeout: float) -> None:
     """Let PostgreSQL end a wait for a lock a little before ``timeout`` seconds.
 
-    While it waits for a lock, it does not notice that its client is gone, and abandoned connections would pile up until
-    it refuses new ones. The limit lasts for this transaction; one that the connection already has is kept.
+    The limit lasts for this transaction; one that the connection already has is kept.
     """
     if connection.dialect.name == "postgresql":
-        milliseconds = max(int(900 * min(timeout, LONGEST_BUSY_TIMEOUT)), 1)
-        limit = sa.func.set_config("lock_timeout", f"{milliseconds}", True)
+        limit = sa.func.set_config("lock_timeout", f"{lock_timeout(timeout)}", True)
         connection.execute(sa.select(limit).where(sa.func.current_setting("lock_timeout") == "0"))
 
 

@@ -35,7 +35,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, seconds
+from reliable_mq._util.validation import Duration, lock_timeout, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import FORMAT, ClaimAnswer, Held, PurgePace, Queries, StoreBase, microseconds
@@ -420,8 +420,7 @@ class PostgreSQL(Dialect):
         self._patient = "true" if patience is None else set_timeout
 
     def waiting(self, timeout: float) -> Dialect:
-        milliseconds = min(timeout, LONGEST_BUSY_TIMEOUT) * 1000
-        return PostgreSQL(self.table, max(int(0.9 * milliseconds), 1))
+        return PostgreSQL(self.table, lock_timeout(timeout))
 
     def claim(
         self, holders: Mapping[str, int], *, lease: int, retention: int, now: int

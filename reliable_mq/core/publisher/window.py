@@ -27,13 +27,20 @@ from reliable_mq.message import Message
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CONTENT_TOO_LARGE", "MessageIdQueue", "MessageLimits", "PublishWindow"]
+__all__ = ["CONTENT_TOO_LARGE", "MessageIdQueue", "MessageLimits", "PublishWindow", "no_message"]
 
 CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a message that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
 _DUPLICATE_HEADER_BYTES: Final = 64  # the maximum size of the header that marks a possible duplicate
 
 P = TypeVar("P", bound=Publication)
+
+
+def no_message(value: object) -> ConfigurationError:
+    """Return the error for a value in place of a `Message`."""
+    return ConfigurationError(
+        f"message must be a Message, not {type(value).__name__}: wrap it, Message(body) or Message.json(...)"
+    )
 
 
 class MessageLimits:
@@ -68,9 +75,7 @@ class MessageLimits:
             PublishRefused: If the message is too large.
         """
         if not isinstance(message, Message):
-            raise ConfigurationError(
-                f"message must be a Message, not {type(message).__name__}: wrap it, Message(body) or Message.json(...)"
-            )
+            raise no_message(message)
         try:
             known = (exchange, routing_key) in self._targets
         except TypeError:  # one of them is not a string but, for example, a list
