@@ -34,7 +34,7 @@ from reliable_mq.core.outbox import (
 )
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.statistics import OutboxStatus
-from reliable_mq.errors import OutboxError
+from reliable_mq.errors import OutboxError, UsageError
 
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q")
 UNANSWERED = PublishUnconfirmed("no leader", sent=True)
@@ -241,6 +241,8 @@ def test_a_publish_ends_once_its_message_is_stored_or_fails(arrived: bool, outco
     """The receipt says stored, or the error says whether the message may be stored."""
     stored = Stored(Message(b"", message_id="m"), "", "q", True, 0, 0.0, None)
     assert stored.failure() is None
+    with pytest.raises(UsageError, match="has no receipt, because it is not stored"):
+        stored.receipt()
     stored.stored(None)
     assert stored.outcome is Outcome.STORED
     assert stored.failure() is None

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication, PublicationState, Receipt
-from reliable_mq.errors import PublishBlocked, PublishNacked, PublishRefused, PublishReturned, PublishUnconfirmed
+from reliable_mq.errors import (
+    PublishBlocked,
+    PublishNacked,
+    PublishRefused,
+    PublishReturned,
+    PublishUnconfirmed,
+    UsageError,
+)
 from reliable_mq.message import Message
 
 
@@ -37,6 +44,14 @@ def test_a_confirmed_one_has_a_receipt_and_no_error(publication: Publication) ->
     publication.in_doubt = True
     assert publication.failure() is None
     assert publication.receipt() == Receipt("id-1", "confirmed", attempts=2, possible_duplicate=True)
+
+
+@pytest.mark.parametrize("outcome", [None, *(one for one in Outcome if one is not Outcome.CONFIRMED)])
+def test_only_a_confirmed_one_has_a_receipt(publication: Publication, outcome: Outcome | None) -> None:
+    """A receipt says that the broker has the message."""
+    publication.outcome = outcome
+    with pytest.raises(UsageError, match="has no receipt, because it is not confirmed"):
+        publication.receipt()
 
 
 def test_a_nacked_one_says_how_often(publication: Publication) -> None:

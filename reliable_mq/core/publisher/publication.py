@@ -26,6 +26,7 @@ from reliable_mq.errors import (
     PublishRefused,
     PublishReturned,
     PublishUnconfirmed,
+    UsageError,
 )
 
 if TYPE_CHECKING:
@@ -185,8 +186,17 @@ class Publication:
         self.result_observed = False  # whether its user has read the outcome, or will be notified
 
     def receipt(self) -> Receipt:
-        """Return the receipt of a confirmed publication."""
+        """Return the receipt of a confirmed publication.
+
+        Raises:
+            UsageError: If it is not confirmed.
+        """
+        self._check_outcome(Outcome.CONFIRMED)
         return Receipt(self.message.message_id, attempts=self.sends, possible_duplicate=self.in_doubt)
+
+    def _check_outcome(self, outcome: Outcome) -> None:
+        if self.outcome is not outcome:
+            raise UsageError(f"{self} has no receipt, because it is not {outcome.value}: use result()")
 
     def failure(self) -> PublishError | None:
         """Return the error of a settled publication, or None if it was confirmed."""
@@ -327,7 +337,12 @@ class StoredPublication(Publication):
             self.outcome = Outcome.UNKNOWN if error.may_have_arrived else Outcome.REFUSED
 
     def receipt(self) -> Receipt:
-        """Return the receipt of a stored message."""
+        """Return the receipt of a stored message.
+
+        Raises:
+            UsageError: If it is not stored.
+        """
+        self._check_outcome(Outcome.STORED)
         return Receipt(self.message.message_id, status="stored", attempts=0)
 
     def failure(self) -> PublishError | None:
