@@ -315,11 +315,11 @@ class ConsumerOptions:
         found = []
         if self.prefetch == 0:
             found.append("prefetch=0 is no limit: a large backlog fills the memory of this process")
-        unsaid = self.dead_letter is None and not self._drops
-        if unsaid and self._pushed and self._ack_mode == "manual" and not self.is_stream:
+        undecided = self.dead_letter is None and not self._drops
+        if undecided and self._pushed and self._ack_mode == "manual" and not self.is_stream:
             found.append(
-                f"no dead-letter queue of {self.queue_name!r} is known here: what is given up is rejected, and lost "
-                "unless the broker has a dead-letter exchange for it; give dead_letter, or None where they may go"
+                f"no dead-letter queue is known for queue {self.queue_name!r}: a message that is given up is rejected, "
+                "and lost unless the queue has a dead-letter exchange; set dead_letter, or None to accept that"
             )
         return found
 
