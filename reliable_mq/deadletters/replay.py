@@ -106,6 +106,8 @@ class ReplayReport:
         possible_duplicates: The number of replayed messages that may be duplicates, because the connection of an
             earlier delivery was cut off during a replay or while browsing. None if RabbitMQ does not distinguish this
             from a requeue. It does for quorum queues from 4.3 on.
+        sent_again: The number of replayed messages that were published again because a confirm was lost with its
+            connection. Each may be at its target twice.
         already_published: The number of messages that this run published before a channel was lost, and acked later.
         failed: The number of messages that could not be published. They are still in the dead-letter queue.
         failures: The first thousand failed messages, each with its error.
@@ -115,6 +117,7 @@ class ReplayReport:
     replayed: int = 0
     delivered_before: int = 0
     possible_duplicates: int | None = None
+    sent_again: int = 0
     already_published: int = 0
     failed: int = 0
     failures: list[tuple[DeadMessage, ReliableMQError]] = field(default_factory=list)
@@ -321,7 +324,7 @@ class Replay:
     ) -> None:
         """Ack confirmed messages. Leave messages unconfirmed after ``grace`` seconds."""
         deadline = None if grace is None else time.monotonic() + grace
-        confirmed = []
+        confirmed, sent_again = [], 0
         for message, confirmation in confirmations:
             try:
                 error = confirmation.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
@@ -329,9 +332,11 @@ class Replay:
                 continue
             if error is None:
                 confirmed.append(message)
+                sent_again += confirmation.receipt().possible_duplicate
             else:
                 self._fail(message, error)
         self.report.replayed += len(confirmed)
+        self.report.sent_again += sent_again
         self.report.delivered_before += sum(message.redelivered for message in confirmed)
         if self.report.possible_duplicates is not None:
             self.report.possible_duplicates += sum(

@@ -130,10 +130,10 @@ def test_the_report_of_a_replay(capsys: pytest.CaptureFixture[str]) -> None:
     [message, *_] = letters()
     failures: list[Any] = [(message, ConsumeError(f"no queue {number}")) for number in range(25)]
     for replayed in (
-        ReplayReport(3, 3, 0, 0),
-        ReplayReport(30, 3, 2, 2, 1),
-        ReplayReport(30, 3, 2, None),
-        ReplayReport(30, 5, 0, 0, 0, 25, failures),
+        ReplayReport(3, 3, possible_duplicates=0),
+        ReplayReport(30, 3, delivered_before=2, possible_duplicates=2, sent_again=4, already_published=1),
+        ReplayReport(30, 3, delivered_before=2),
+        ReplayReport(30, 5, possible_duplicates=0, failed=25, failures=failures),
     ):
         for dry_run in (False, True):
             commands._tell(replayed, dry_run=dry_run)

@@ -11,6 +11,7 @@ import pytest
 from reliable_mq import Message
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter
 from reliable_mq.deadletters.replay import Replay, ReplayReport
@@ -90,6 +91,8 @@ class StopEvent(threading.Event):
 class FakePublisher:
     """Nacks messages whose id ends with one of the given digits."""
 
+    possible_duplicate = False
+
     def __init__(self, *, refuses: str) -> None:
         self.submitted = 0
         self.bodies: list[object] = []
@@ -104,6 +107,9 @@ class FakePublisher:
 
     def exception(self, _timeout: float | None = None) -> None:
         return None
+
+    def receipt(self) -> Receipt:
+        return Receipt("id", possible_duplicate=self.possible_duplicate)
 
 
 class InterruptedPublisher(FakePublisher):
@@ -227,6 +233,14 @@ def test_a_lost_ack_without_an_id_fails_a_run_that_tries_no_more() -> None:
     with pytest.raises(StaleDelivery, match="10 replayed messages without an id may still be in the queue"):
         replay(channel, publisher, 10, Target("", "orders"), report=report)
     assert (publisher.submitted, report.replayed, channel.acked) == (10, 10, 0)
+
+
+def test_a_message_sent_again_after_a_lost_confirm_is_counted() -> None:
+    """It may be at its target twice."""
+    publisher = FakePublisher(refuses="24")
+    publisher.possible_duplicate = True
+    report = replay(FakeChannel(10), publisher, 10, Target("", "orders"))
+    assert (report.replayed, report.failed, report.sent_again) == (8, 2, 8)
 
 
 def test_messages_held_by_a_lost_connection_are_awaited() -> None:

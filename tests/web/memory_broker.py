@@ -13,6 +13,7 @@ from reliable_mq import Message
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.errors import BrokerUnavailable, PublishReturned, StaleDelivery, TopologyMismatch
 
@@ -123,7 +124,7 @@ class _Publisher:
         if exchange or routing_key not in self._broker.queues:
             raise PublishReturned("312 NO_ROUTE")
         self._broker.add(routing_key, message)
-        return SimpleNamespace(exception=lambda _timeout=None: None)
+        return SimpleNamespace(exception=lambda _timeout=None: None, receipt=lambda: Receipt(message.message_id))
 
     def close(self, _timeout: float) -> None:
         pass

@@ -400,13 +400,15 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
     if report.failed:
         text += f"; {report.failed:,} {'cannot be replayed' if dry_run else 'failed'}, and stay"
     if report.already_published:
-        text += f"; {report.already_published:,} were delivered again after a lost connection, and not published twice"
+        text += f"; delivered again after a lost connection, and not published twice: {report.already_published:,}"
+    if report.sent_again:
+        text += f"; sent again after a lost confirm, and perhaps at the target twice: {report.sent_again:,}"
     if report.possible_duplicates:
-        text += f"; {report.possible_duplicates:,} may be duplicates: a replay or browse that held them was interrupted"
+        text += f"; possible duplicates, held by an interrupted replay or browse: {report.possible_duplicates:,}"
     elif report.possible_duplicates is None and report.delivered_before:
         text += (
-            f"; {report.delivered_before:,} had been delivered before, by a browse or a replay: if a replay was "
-            "interrupted, up to 200 of them are duplicates"
+            f"; delivered before, by a browse or a replay: {report.delivered_before:,}; if a replay was interrupted, "
+            "up to 200 of them are duplicates"
         )
     say(text)
 
