@@ -264,6 +264,6 @@ def test_a_replay_whose_connections_are_closed_goes_on_by_itself(
     assert vhost.live_counts()[DEAD] == 0
     checker.drain(vhost, ["orders"])
     duplicated = checker.close().duplicated
-    sent_again = re.search(r"perhaps at the target twice: (\d+)", errors)
+    sent_again = re.search(rb"perhaps at the target twice: (\d+)", errors)
     assert sent_again, errors
     assert 0 < len(duplicated) <= int(sent_again[1])
