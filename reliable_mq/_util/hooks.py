@@ -1,4 +1,4 @@
-"""The package's hooks around a fork and at exit, in a defined order.
+"""The package's hooks around a fork and at exit, and objects of one process.
 
 Python runs ``os.register_at_fork`` hooks in the order of registration and ``atexit`` hooks in the opposite order, and a
 program may import the modules of this package in any order. So the package registers with Python once, here.
@@ -18,14 +18,27 @@ import atexit
 import enum
 import os
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq.errors import UsageError
 
-__all__ = ["ExitStage", "ForkStage", "around_fork", "at_exit", "at_fork", "each_at_fork"]
+__all__ = ["ExitStage", "ForkStage", "OfOneProcess", "around_fork", "at_exit", "at_fork", "each_at_fork"]
 
 logger = get_logger(__name__)
+
+
+class OfOneProcess:
+    """An object with threads or connections, which cannot be pickled or copied."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            f"{type(self).__name__} cannot be pickled or copied, because its threads and connections belong to one "
+            "process: create another in each process"
+        )
 
 
 class ForkStage(enum.IntEnum):

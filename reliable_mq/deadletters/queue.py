@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
+from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_number, is_text, whole_number
 from reliable_mq.codec import LARGEST_BODY, CodecError, Properties, join_properties
@@ -62,7 +63,7 @@ _OTHER_LIMIT: Final = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit'
 _MANY: Final = 10_000  # the number of messages above which basic.get is too slow
 
 
-class DeadLetterQueue:
+class DeadLetterQueue(OfOneProcess):
     """The messages of a dead-letter queue. A context manager: entering connects.
 
     Only one operation may run at a time, on any thread. `browse`, `statistics` and `export` leave the same messages in

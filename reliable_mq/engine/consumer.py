@@ -16,6 +16,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeVar
 
+from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, declared_by, seconds, whole_number
 from reliable_mq.core.consumer.handler_signature import is_coroutine_function
@@ -94,7 +95,7 @@ SubscriptionT = TypeVar("SubscriptionT", bound=BaseSubscription)
 PoolT = TypeVar("PoolT", bound=HandlerPool)
 
 
-class BaseConsumer(Generic[SubscriptionT, PoolT]):
+class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
     """A consumer. See `ConsumerOptions` for its arguments."""
 
     _subscription_type: ClassVar[Any]  # SubscriptionT, like the next one

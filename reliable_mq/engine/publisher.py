@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
+from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import declared_by, seconds
 from reliable_mq.codec import encode_properties
@@ -83,7 +84,7 @@ ChannelT = TypeVar("ChannelT", bound=BasePublisherChannel[Any])
 OutboxChannelT = TypeVar("OutboxChannelT", bound=BaseOutboxChannel[Any])
 
 
-class BasePublisher(Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
+class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, OutboxChannelT]):
     """A publisher. See `PublisherOptions` for its arguments."""
 
     _confirmation: ClassVar[type[Any]]  # ConfirmationT

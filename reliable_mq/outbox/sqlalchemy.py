@@ -21,6 +21,7 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session
 from sqlalchemy.orm import Session, registry, scoped_session
 
+from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.sqlalchemy import (
     CONFLICTS,
@@ -106,7 +107,7 @@ class _MessagesLast:
         return False
 
 
-class SQLAlchemyOutbox:
+class SQLAlchemyOutbox(OfOneProcess):
     """An outbox in a table that any number of processes may share. Thread-safe.
 
     ``add`` joins your transaction. A publisher with this outbox (``Publisher(url, outbox=...)``) relays the messages of

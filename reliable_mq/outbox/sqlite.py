@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.boottime import since_boot
+from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, is_text, seconds
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
@@ -120,7 +121,7 @@ _STATUS: Final = f"""
 """  # noqa: S608
 
 
-class SQLiteOutbox:
+class SQLiteOutbox(OfOneProcess):
     """An outbox in a SQLite file. Thread-safe.
 
     Any number of processes may have the same file open, with one publisher in each process:

@@ -28,6 +28,7 @@ from collections.abc import Awaitable, Callable, Collection, Generator, Iterable
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
+from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import UsageError
 
@@ -222,7 +223,7 @@ async def _run_queries(queries: Queries[T], send: Callable[[Any], Awaitable[Any]
         return result
 
 
-class StoreBase:
+class StoreBase(OfOneProcess):
     """The calls of a store. Subclasses yield the queries of their database.
 
     ``_claim``, ``_complete``, ``_release`` and ``_reset`` receive the stored forms of keys: at least one, without

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from reliable_mq._util.hooks import ForkStage, each_at_fork
+from reliable_mq._util.hooks import ForkStage, OfOneProcess, each_at_fork
 from reliable_mq._util.validation import Duration, seconds, whole_number
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
@@ -34,7 +34,7 @@ _Known = tuple[int, float, int]
 it is that of the retention, and the token is that of the claim that was completed, 0 if the key is free."""
 
 
-class MemoryStore:
+class MemoryStore(OfOneProcess):
     """An idempotency store in the memory of this process. Thread-safe.
 
     Args:

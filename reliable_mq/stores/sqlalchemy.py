@@ -313,7 +313,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
         session: sessionmaker[Session] | None = None,
     ) -> None:
         if not isinstance(engine, Engine):
-            raise ConfigurationError(f"engine must be one of create_engine(), not {type(engine).__name__}")
+            raise ConfigurationError(f"engine must come from create_engine(), not be {type(engine).__name__}")
         super().__init__(engine, retention, timeout, table)
         _check_maker(session, "a sessionmaker")
         self._engine = engine
@@ -474,7 +474,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         session: async_sessionmaker[AsyncSession] | None = None,
     ) -> None:
         if not isinstance(engine, AsyncEngine):
-            raise ConfigurationError(f"engine must be one of create_async_engine(), not {type(engine).__name__}")
+            raise ConfigurationError(f"engine must come from create_async_engine(), not be {type(engine).__name__}")
         super().__init__(engine, retention, timeout, table)
         _check_maker(session, "an async_sessionmaker")
         self._engine = engine

@@ -5,14 +5,26 @@ It does not depend on the order of imports.
 
 from __future__ import annotations
 
+import copy
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import sqlalchemy
 
 import reliable_mq
+from reliable_mq import AsyncConsumer, AsyncPublisher, Consumer, Publisher
+from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.errors import UsageError
+from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.stores import MemoryStore, RedisStore, SQLAlchemyStore, SQLiteStore
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MODULES = ["reliable_mq.sync.consumer", "reliable_mq.sync.publisher"]
 
@@ -135,3 +147,33 @@ def test_every_hook_of_the_package_is_in_the_registry() -> None:
     package = Path(reliable_mq.__file__).parent
     own = re.compile(r"register_at_fork|\batexit\b")
     assert [path.name for path in package.rglob("*.py") if own.search(path.read_text())] == ["hooks.py"]
+
+
+async def handler(_delivery: object) -> None:
+    """Handle a delivery. This is never called."""
+
+
+@pytest.mark.parametrize("duplicate", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "create",
+    [
+        lambda _: Publisher("amqp://localhost"),
+        lambda _: AsyncPublisher("amqp://localhost"),
+        lambda _: Consumer("amqp://localhost", "orders", print),
+        lambda _: AsyncConsumer("amqp://localhost", "orders", handler),
+        lambda _: DeadLetterQueue("amqp://localhost", "orders.dead"),
+        lambda _: MemoryStore(),
+        lambda _: RedisStore("redis://localhost"),
+        lambda path: SQLiteStore(path / "store.db"),
+        lambda path: SQLiteOutbox(path / "orders.outbox"),
+        lambda path: SQLAlchemyStore(sqlalchemy.create_engine(f"sqlite:///{path}/store.db")),
+        lambda path: SQLAlchemyOutbox(sqlalchemy.create_engine(f"sqlite:///{path}/outbox.db")),
+    ],
+)
+def test_what_has_threads_or_connections_has_no_copy(
+    create: Callable[[Path], Any], duplicate: Callable[[Any], object], tmp_path: Path
+) -> None:
+    """A process pool or Spark would pickle it, and a shallow copy would share its locks."""
+    one = create(tmp_path)
+    with pytest.raises(UsageError, match=f"{type(one).__name__} cannot be pickled or copied, because .* each process"):
+        duplicate(one)
