@@ -10,6 +10,7 @@ Invariants:
 - A hook that raises does not keep other hooks from running.
 - The hooks at exit run before those of all modules that were imported before the last hook was added. So logging, for
   example, still works.
+- A forked child of `multiprocessing` runs the hooks at exit as well, although it ends with ``os._exit``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import atexit
 import enum
 import os
+import sys
 from collections.abc import Callable
 from typing import NoReturn, TypeVar
 from weakref import WeakSet
@@ -106,7 +108,7 @@ def around_fork(before: Callable[[], object], after: Callable[[], object]) -> No
 
 
 def at_exit(stage: ExitStage, hook: Callable[[], object]) -> None:
-    """Call ``hook`` when the interpreter exits."""
+    """Call ``hook`` when the interpreter exits, or a child of `multiprocessing` ends."""
     _at_exit.append((stage, hook))
     atexit.unregister(_exit)
     atexit.register(_exit)
@@ -129,4 +131,24 @@ def _run(hooks: list[tuple[Stage, Callable[[], object]]]) -> None:
         raise interruption
 
 
+def _follow_multiprocessing() -> None:
+    """Run the hooks at exit in a child of `multiprocessing`, too.
+
+    A child that was forked, also by a fork server, ends with ``os._exit`` after its finalizers. It forgets those that
+    were registered before it begins. A program that has not imported `multiprocessing` has no such child.
+    """
+    util = sys.modules.get("multiprocessing.util")
+    if util is None:
+        return
+
+    def finalize(_: object = None) -> None:
+        util.Finalize(None, _exit, exitpriority=0)
+
+    util.register_after_fork(_exit, finalize)
+    if sys.modules["multiprocessing"].parent_process() is not None:  # the child has begun
+        finalize()
+
+
 os.register_at_fork(after_in_child=lambda: _run(_in_child))
+at_fork(ForkStage.RENEW, _follow_multiprocessing)
+_follow_multiprocessing()

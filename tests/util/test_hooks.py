@@ -6,6 +6,7 @@ It does not depend on the order of imports.
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 import re
 import subprocess
@@ -98,6 +99,22 @@ if not child:
 os.waitpid(child, 0)
 """
 
+CHILD = """
+from multiprocessing import get_context
+{imports}
+
+def work():
+    {in_child}
+    from reliable_mq._util import hooks
+    hooks.at_exit(hooks.ExitStage.PUBLISHERS, lambda: print("exited", flush=True))
+
+if __name__ == "__main__":
+    child = get_context({method!r}).Process(target=work)
+    child.start()
+    child.join()
+    print(child.exitcode, flush=True)
+"""
+
 
 def run(program: str, modules: list[str]) -> subprocess.CompletedProcess[str]:
     path = str(Path(reliable_mq.__file__).parent.parent)
@@ -140,6 +157,21 @@ def test_a_hook_that_fails_keeps_no_other_from_running() -> None:
         "KeyboardInterrupt",
     ):
         assert part in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("imported", ["by the parent", "by the child"])
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_a_child_of_multiprocessing_runs_the_hooks_at_exit(tmp_path: Path, method: str, imported: str) -> None:
+    """A forked child ends with ``os._exit``. A spawned one then ends as any interpreter, and runs the hooks again."""
+    line = "import reliable_mq._util.hooks"
+    imports, in_child = (line, "pass") if imported == "by the parent" else ("", line)
+    program = tmp_path / "program.py"
+    program.write_text(CHILD.format(imports=imports, in_child=in_child, method=method))
+    path = {"PYTHONPATH": str(Path(reliable_mq.__file__).parent.parent)}
+    command = [sys.executable, str(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=os.environ | path)
+    assert set(done.stdout.split()) == {"exited", "0"}, done.stderr
 
 
 def test_every_hook_of_the_package_is_in_the_registry() -> None:
