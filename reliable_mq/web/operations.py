@@ -71,12 +71,10 @@ class AuditLog:
         self._writing = threading.Lock()  # held while the disk writes, so only by writers
         self._lock = threading.Lock()
         self._latest: deque[Mapping[str, Any]] = deque(maxlen=_ENTRIES_SHOWN)
-        self._unfinished = False  # whether the last line is incomplete: the disk was full, or a process died
         if self._path is not None:
             try:
                 self._append(b"")
                 self._latest.extend(_entries(self._path))
-                self._unfinished = _is_unfinished(self._path)
             except OSError as error:
                 raise ConfigurationError(f"audit_log: {self._path} cannot be written: {error.strerror}") from error
 
@@ -108,25 +106,23 @@ class AuditLog:
     def _append(self, data: bytes) -> None:
         if self._path is None:
             return
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o640)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o640)
         try:
             if data:
-                line = b"\n" * self._unfinished + data
+                # The last line is incomplete if the disk was full, or if a process died, here or elsewhere.
+                line = b"\n" * _is_unfinished(descriptor) + data
                 written = os.write(descriptor, line)  # one write, so that lines of several processes do not mix
-                self._unfinished = written < len(line)
-                if self._unfinished:
+                if written < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)
 
 
-def _is_unfinished(path: Path) -> bool:
-    """Return whether a file ends in the middle of a line."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        return file.read() not in (b"", b"\n")
+def _is_unfinished(descriptor: int) -> bool:
+    """Return whether an open file ends in the middle of a line."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
 
 
 def _entries(path: Path) -> list[Mapping[str, Any]]:

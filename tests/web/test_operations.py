@@ -572,11 +572,13 @@ def test_selected_letters_without_a_name_are_not_all_letters(page: Page, broker:
 def test_an_unfinished_line_of_another_process_spoils_no_entry(tmp_path: Path) -> None:
     """The process was killed, or the disk was full."""
     path = tmp_path / "audit.jsonl"
-    AuditLog(path).write("begun", "first", {})
-    with path.open("ab") as file:
-        file.write(b'{"at": "2026-')
-    AuditLog(path).write("begun", "second", {})
-    assert [entry["id"] for entry in AuditLog(path).latest()] == ["second", "first"]
+    log = AuditLog(path)
+    log.write("begun", "first", {})
+    for name, writer in (("second", AuditLog(path)), ("third", log)):
+        with path.open("ab") as file:
+            file.write(b'{"at": "2026-')
+        writer.write("begun", name, {})
+    assert [entry["id"] for entry in AuditLog(path).latest()] == ["third", "second", "first"]
 
 
 def test_an_operation_that_is_forgotten_is_said_so(page: Page) -> None:
