@@ -93,7 +93,11 @@ class AuditLog:
         line = json.dumps(full)
         with self._writing:
             if self._path is not None:
-                self._append(line.encode() + b"\n")
+                try:
+                    self._append(line.encode() + b"\n")
+                except OSError as error:
+                    error.filename = str(self._path)  # otherwise a user could think of the broker's disk
+                    raise
             with self._lock:
                 self._latest.append(json.loads(line))
         _audit_logger.info("%s", line)
@@ -113,7 +117,7 @@ class AuditLog:
                 line = b"\n" * _is_unfinished(descriptor) + data
                 written = os.write(descriptor, line)  # one write, so that lines of several processes do not mix
                 if written < len(line):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(descriptor)
         finally:
             os.close(descriptor)

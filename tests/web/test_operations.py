@@ -483,6 +483,8 @@ def test_a_partly_written_audit_entry_fails_and_harms_no_other(tmp_path: Path) -
     try:
         with pytest.raises(OSError, match="No space left"):
             log.write("begun", "second", {})
+        with pytest.raises(OSError, match=re.escape(str(path))):  # File too large
+            log.write("begun", "second", {})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     log.write("begun", "third", {})
