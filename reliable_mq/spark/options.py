@@ -394,6 +394,7 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
         _refuse("startingOffsets must not be 'latest' in a batch read, which would be empty")
     if "latest_without_match" in values and "starting_timestamp" not in values:
         _refuse("startingOffsetsByTimestampStrategy is given without startingTimestamp: there is nothing to match")
+    _check_period(values.get("starting_timestamp"), values.get("ending_timestamp"))
     values.setdefault("starting_offsets", "latest" if streaming else "earliest")
     options = StreamOptions(**values)
     if options.match_unfiltered and options.stream_filter is None:
@@ -402,6 +403,17 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
         settings = options.connection.settings(options.url)
         ManagementAPI.check(options.management_url, settings, option="managementUrl")
     return options
+
+
+def _check_period(begin: Timestamps | None, end: Timestamps | None) -> None:
+    """Refuse a beginning after the end, which would look like an empty stream."""
+    begins = begin if isinstance(begin, Mapping) else {}
+    ends = end if isinstance(end, Mapping) else {}
+    for name in sorted(begins.keys() | ends.keys() | {""}):
+        first, last = begins.get(name, begin), ends.get(name, end)
+        if isinstance(first, int) and isinstance(last, int) and first > last:
+            of = f" of stream {name!r}" if name else ""
+            _refuse(f"startingTimestamp{of} is {first}, and endingTimestamp is {last}: nothing lies between")
 
 
 def is_staged(given: Mapping[str, str]) -> bool:

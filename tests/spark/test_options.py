@@ -68,6 +68,7 @@ def test_every_option_of_a_stream_is_taken() -> None:
     lenient = read(stream="s", startingTimestamp="5", startingOffsetsByTimestampStrategy="Latest")
     assert lenient.latest_without_match
     assert read(stream="s", endingTimestamp="7", streaming=False).ending_timestamp == 7
+    assert read(stream="s", startingTimestamp="7", endingTimestamp="7", streaming=False).starting_timestamp == 7
     filtered = read(stream="s", streamFilter="eu, us", streamFilterMatchUnfiltered="true")
     assert (filtered.stream_filter, filtered.match_unfiltered) == (("eu", "us"), True)
     waiting = read(stream="s", minMessagesPerTrigger="7", maxTriggerDelay="30s")
@@ -153,6 +154,12 @@ def test_a_batch_has_no_triggers_to_limit(given: dict[str, str]) -> None:
         ({"startingOffsets": '{"s": "latest"}'}, "must not be 'latest' in a batch"),
         ({"endingOffsets": "earliest"}, "'earliest'"),
         ({"endingOffsets": '{"s": "earliest"}'}, "'earliest'"),
+        ({"startingTimestamp": "8", "endingTimestamp": "7"}, "startingTimestamp is 8, and endingTimestamp is 7"),
+        (
+            {"startingOffsetsByTimestamp": '{"s": 8}', "endingOffsetsByTimestamp": '{"s": 7}'},
+            "startingTimestamp of stream 's' is 8, and endingTimestamp is 7: nothing lies between",
+        ),
+        ({"startingOffsetsByTimestamp": '{"s": 8}', "endingTimestamp": "7"}, "startingTimestamp of stream 's' is 8"),
     ],
 )
 def test_a_batch_has_a_beginning_and_an_end(given: dict[str, str], says: str) -> None:
