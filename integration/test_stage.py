@@ -571,6 +571,19 @@ def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
     vhost.wait_for_messages("orders", 1)
 
 
+def test_a_message_too_large_for_a_stage_ends_the_relay(vhost: VirtualHost) -> None:
+    """Its headers move into its body, which was the largest. It would be refused again and again."""
+    publish(vhost.url, "orders", 0, type="quorum")
+    with vhost.connect() as connection:
+        properties = pika.BasicProperties(message_id="large", headers={"h": "x" * 131_000})
+        connection.channel().basic_publish("", "orders", bytes(16 * 2**20), properties)
+    with relaying(vhost.url) as relay:
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, ConsumeError)
+        assert "a message of queue 'orders' is too large" in str(relay.error)
+    vhost.wait_for_messages("orders", 1)
+
+
 def test_a_stage_of_a_newer_version_ends_the_relay(vhost: VirtualHost) -> None:
     """The error says what to install; the queue is unchanged."""
     publish(vhost.url, "orders", 1, type="quorum")
