@@ -62,12 +62,16 @@ _READ_ONLY: Final = frozenset({"25006", 1290, 1792, 1836})  # of a server, or of
 
 
 def error_code(error: Exception) -> str | int | None:
-    """Return the SQLSTATE of a driver's error, or the code of MariaDB and MySQL."""
+    """Return the code of MariaDB and MySQL of a driver's error, or the SQLSTATE.
+
+    PyMySQL has both from 1.2 on, and most codes share a SQLSTATE, HY000.
+    """
     cause = error.orig if isinstance(error, DBAPIError) else error
+    number = cause.args[0] if cause is not None and cause.args else None
+    if isinstance(number, int):
+        return number
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
-    if code is None and cause is not None and cause.args:
-        code = cause.args[0]
-    return code if isinstance(code, str | int) else None
+    return code if isinstance(code, str) else None
 
 
 def is_in_memory(engine: Engine | AsyncEngine) -> bool:
