@@ -76,7 +76,7 @@ T = TypeVar("T")
 _NAME_CHARACTERS = 255
 _SESSIONS = (Session, AsyncSession, scoped_session, async_scoped_session, Connection)
 _RACES = 2  # for the table and for its index, if several processes create them
-_ATTEMPTS = 4  # at a transaction that conflicts with others, before a last one
+_ATTEMPTS = 5  # at a transaction that conflicts with others
 
 
 class _SessionRow:
@@ -129,9 +129,9 @@ class SQLAlchemyOutbox(OfOneProcess):
             for which it returns the same text are published one after the other. None means no order.
         lease: The time after which other relays may take the rows of a relay that died, in seconds.
         poll_interval: The time after which an idle relay looks for rows, in seconds.
-        timeout: The time within which a transaction of the outbox ends, in seconds. After that its connection is cut,
-            and the call fails. It does not apply to ``add``, ``create_table``, ``retry`` and ``purge``, nor to a SQLite
-            file, which has no server that could hang.
+        timeout: The time within which a transaction of the outbox ends, in seconds, including its repetitions after
+            conflicts. After that its connection is cut, and the call fails. It does not apply to ``add``,
+            ``create_table``, ``retry`` and ``purge``, nor to a SQLite file, which has no server that could hang.
         tracing: A ``Tracing`` that makes a *create* span for every message passed to ``add``. The message carries the
             span's context. None makes no spans. For messages of a publisher, the publisher's tracing is used.
 
@@ -527,14 +527,17 @@ class SQLAlchemyOutbox(OfOneProcess):
         # READ COMMITTED locks least of the usual levels. With others, MariaDB also locks gaps, and relays would wait
         # for one another.
         isolation = None if self._dialect.name == "sqlite" else "READ COMMITTED"
+        deadline = None if timeout is None else time.monotonic() + timeout
+        left, attempts = timeout, _ATTEMPTS
         try:
-            for _ in range(_ATTEMPTS):
+            while True:
                 try:
-                    return self._runner.run(work, isolation, timeout)
+                    return self._runner.run(work, isolation, left)
                 except DBAPIError as error:
-                    if error_code(error) not in CONFLICTS:
+                    attempts -= 1
+                    left = None if deadline is None else deadline - time.monotonic()
+                    if not attempts or (left is not None and left <= 0) or error_code(error) not in CONFLICTS:
                         raise
-            return self._runner.run(work, isolation, timeout)
         except SQLAlchemyError as error:
             # The text of SQLAlchemy's error contains the statement's parameters, and so the bodies of messages.
             cause = getattr(error, "orig", None) or type(error).__name__

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +148,23 @@ def test_a_message_whose_transaction_hangs_may_be_stored(tmp_path: Path, monkeyp
         released.set()
     outbox.close()
     engine.dispose()
+
+
+def test_a_conflict_is_repeated_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attempts share the time of the call: each may wait for a lock until MariaDB's own limit."""
+    now = 0.0
+    limits: list[float | None] = []
+
+    def wait_for_a_lock(_work: object, _isolation: object, limit: float | None) -> None:
+        nonlocal now
+        now += 12
+        limits.append(limit)
+        raise OperationalError("INSERT", {}, _DriverError(1205))
+
+    outbox = SQLAlchemyOutbox(create_engine("mysql+pymysql://db/orders"))
+    clock = SimpleNamespace(monotonic=lambda: now, time=lambda: now)
+    monkeypatch.setattr("reliable_mq.outbox.sqlalchemy.time", clock)
+    monkeypatch.setattr(outbox, "_runner", SimpleNamespace(run=wait_for_a_lock))
+    with pytest.raises(OutboxError, match="failed"):
+        outbox.status()
+    assert limits == [30, 18, 6]
