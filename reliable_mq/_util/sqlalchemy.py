@@ -29,6 +29,7 @@ from sqlalchemy import Connection, Engine, Pool
 from sqlalchemy.engine.base import OptionEngine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
+from sqlalchemy.pool import SingletonThreadPool, StaticPool
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor, start_daemon
@@ -44,6 +45,7 @@ __all__ = [
     "is_in_memory",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
+    "refuse_shared_connection",
     "transaction_at",
 ]
 
@@ -85,6 +87,19 @@ def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:
         raise ConfigurationError(
             f"engine commits every statement by itself (isolation_level {AUTOCOMMIT!r}), so that {so_that}: give "
             "create_engine() another isolation_level, or none"
+        )
+
+
+def refuse_shared_connection(engine: Engine | AsyncEngine, so_that: str) -> None:
+    """Raise ConfigurationError if transactions of an engine share a connection.
+
+    The end of one of them would then end the others, too. In memory, each thread has its own SQLite database.
+    """
+    by_thread = isinstance(engine.pool, SingletonThreadPool) and not is_in_memory(engine)
+    if by_thread or isinstance(engine.pool, StaticPool):
+        raise ConfigurationError(
+            f"engine has a {type(engine.pool).__name__}, which shares a connection among transactions, so that "
+            f"{so_that}: give create_engine() another poolclass, or none"
         )
 
 

@@ -31,6 +31,7 @@ from reliable_mq._util.sqlalchemy import (
     is_in_memory,
     refuse_autocommit,
     refuse_connection_in_autocommit,
+    refuse_shared_connection,
 )
 from reliable_mq._util.validation import Duration, check_flag, is_text, seconds
 from reliable_mq.codec import publish_head
@@ -264,10 +265,12 @@ class SQLAlchemyOutbox(OfOneProcess):
 
         Raises:
             OutboxError: If the table does not exist and ``create`` is not set, or the database cannot be reached.
+            ConfigurationError: If all transactions of the engine share a connection.
             UsageError: If called in a forked child.
         """
         if self._opened:
             return
+        refuse_shared_connection(self._engine, "a relay would commit your transaction")
         if self._create:
             self.create_table()
         elif not self._exists():

@@ -38,6 +38,7 @@ from reliable_mq._util.sqlalchemy import (
     is_in_memory,
     refuse_autocommit,
     refuse_connection_in_autocommit,
+    refuse_shared_connection,
     transaction_at,
 )
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
@@ -89,6 +90,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
             raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
         refuse_autocommit(engine, "no transaction of a handler would be one")
+        refuse_shared_connection(engine, "a claim would commit the transaction of a handler")
         super().__init__(dialect(checked_table(table)), retention, timeout)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
         self._base: int | None = None  # the base of a SQLite file's clock

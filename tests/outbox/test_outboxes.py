@@ -13,6 +13,7 @@ import pytest
 from sqlalchemy import create_engine, func, select
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.pool import StaticPool
 
 from reliable_mq import ConfigurationError, Message, OutboxError, Publisher, UsageError
 from reliable_mq.core.outbox import NewRow
@@ -84,6 +85,21 @@ def test_a_connection_that_commits_each_statement_is_refused() -> None:
         outbox.add(connection.execution_options(isolation_level="AUTOCOMMIT"), Message(b""), routing_key="q")
     with engine.connect() as connection:
         assert connection.scalar(select(func.count()).select_from(outbox.table)) == 0
+    engine.dispose()
+
+
+def test_a_relay_refuses_a_connection_shared_with_the_user() -> None:
+    """It would commit the user's transaction. Messages can be added, as in a test of an application."""
+    engine = create_engine("sqlite://", poolclass=StaticPool)
+    outbox = SQLAlchemyOutbox(engine)
+    outbox.create_table()
+    with Session(engine) as session:
+        outbox.add(session, Message(b""), routing_key="q")
+        session.commit()
+    publisher = Publisher("amqp://localhost", outbox=outbox)
+    with pytest.raises(ConfigurationError, match="StaticPool, which shares a connection"):
+        publisher.publish(Message(b""), routing_key="q")
+    publisher.close()
     engine.dispose()
 
 

@@ -17,7 +17,7 @@ from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
-from sqlalchemy.pool import QueuePool
+from sqlalchemy.pool import QueuePool, SingletonThreadPool, StaticPool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.core.consumer.delivery import Delivery
@@ -247,6 +247,15 @@ def test_an_engine_that_commits_each_statement_is_refused(url: str) -> None:
     SQLAlchemyStore(create_engine(url, isolation_level="SERIALIZABLE"))
     with pytest.raises(ConfigurationError, match="isolation_level"):
         AsyncSQLAlchemyStore(create_async_engine("postgresql+psycopg://db/orders", isolation_level="AUTOCOMMIT"))
+
+
+def test_an_engine_whose_transactions_share_a_connection_fails() -> None:
+    """A claim would commit what a handler has written so far."""
+    for pool in (StaticPool, SingletonThreadPool):
+        with pytest.raises(ConfigurationError, match=f"{pool.__name__}, which shares a connection"):
+            SQLAlchemyStore(create_engine("mysql+pymysql://db/orders", poolclass=pool))
+    with pytest.raises(ConfigurationError, match="StaticPool, which shares a connection"):
+        AsyncSQLAlchemyStore(create_async_engine("postgresql+psycopg://db/orders", poolclass=StaticPool))
 
 
 def test_a_session_that_commits_each_statement_is_refused(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
