@@ -208,7 +208,10 @@ class _RedisBase(StoreBase):
         return [field for reply in replies for field in reply]
 
     def _failed(self, error: Exception) -> IdempotencyStoreError:
-        return IdempotencyStoreError(f"{self!r} failed: {type(error).__name__}: {error}")
+        hint = ""
+        if isinstance(error, redis.exceptions.MovedError):
+            hint = "; the keys of the store are on another node of this cluster: use the URL of a single server"
+        return IdempotencyStoreError(f"{self!r} failed: {type(error).__name__}: {error}{hint}")
 
 
 def _load_and_send(script: str, commands: list[tuple[Any, ...]]) -> Queries[list[Any]]:
@@ -239,7 +242,8 @@ class RedisStore(_RedisBase, SyncStore):
         timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, or Redis
             answers with an error, the call is repeated once on a new connection. The ``socket_timeout`` of your own
             client takes precedence.
-        prefix: The prefix of the keys in Redis. Keep braces in it in a cluster.
+        prefix: The prefix of the keys in Redis. With braces in it, a cluster has all keys on one node, but the store
+            does not follow the redirection of another node.
         options: Further arguments of ``redis.Redis``, such as ``ssl_ca_certs``.
 
     Raises:

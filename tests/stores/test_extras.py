@@ -116,6 +116,14 @@ def test_no_password_of_a_redis_url_is_shown(kind: Any, url: str, where: str) ->
 
 
 @pytest.mark.parametrize("kind", [RedisStore, AsyncRedisStore])
+def test_a_redirection_of_a_redis_cluster_is_explained(kind: Any) -> None:
+    moved = redis.exceptions.MovedError("13526 10.0.0.2:6379")
+    assert "MovedError: 13526 10.0.0.2:6379; the keys of the store are on another node" in str(
+        kind("redis://cache")._failed(moved)
+    )
+
+
+@pytest.mark.parametrize("kind", [RedisStore, AsyncRedisStore])
 @pytest.mark.parametrize(
     "url",
     [
