@@ -10,6 +10,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import reliable_mq
 
 ROOT = Path(__file__).parent.parent
@@ -54,3 +56,26 @@ def test_importing_the_package_needs_no_extra_and_no_other_api() -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "reliable_mq" in loaded
     assert not loaded & {"aio_pika", "aiormq", "matplotlib", "pytest", "rich", "typer"}
+
+
+@pytest.mark.parametrize(
+    ("missing", "statement", "extra"),
+    [
+        ("sqlalchemy", "from reliable_mq.outbox import SQLAlchemyOutbox", "sql"),
+        ("sqlalchemy", "from reliable_mq.stores import SQLAlchemyStore", "sql"),
+        ("redis", "from reliable_mq.stores import RedisStore", "redis"),
+        ("docker", "from reliable_mq.testing import RabbitMQ", "testing"),
+    ],
+)
+def test_a_missing_extra_is_named_by_the_error(missing: str, statement: str, extra: str) -> None:
+    code = (
+        "import sys\n"
+        "from reliable_mq import ConfigurationError\n"
+        f"sys.modules[{missing!r}] = None\n"
+        f"try:\n    {statement}\nexcept ConfigurationError as error:\n    print(error)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert missing in done.stdout
+    assert done.stdout.endswith(f"pip install 'reliable-mq[{extra}]'\n")

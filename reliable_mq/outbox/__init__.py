@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
+from reliable_mq.errors import ConfigurationError
 from reliable_mq.outbox.protocol import FailedRow, Outbox, OutboxStatus, RowBatch, RowLeases
 from reliable_mq.outbox.sqlite import SQLiteOutbox
 
@@ -38,8 +39,6 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any na
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:  # SQLAlchemy comes with the extra `sql`; nothing else here needs it
             value = globals()[name] = import_module("reliable_mq.outbox.sqlalchemy").SQLAlchemyOutbox
-        except ModuleNotFoundError as error:
-            if error.name != "sqlalchemy":
-                raise
-            raise ImportError("SQLAlchemyOutbox needs SQLAlchemy: pip install 'reliable-mq[sql]'") from error
+        except ImportError as error:
+            raise ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[sql]'") from error
         return value
