@@ -65,6 +65,8 @@ def test_importing_the_package_needs_no_extra_and_no_other_api() -> None:
         ("sqlalchemy", "from reliable_mq.stores import SQLAlchemyStore", "sql"),
         ("redis", "from reliable_mq.stores import RedisStore", "redis"),
         ("docker", "from reliable_mq.testing import RabbitMQ", "testing"),
+        ("starlette", "from reliable_mq.web import DeadLetterApp", "web"),
+        ("jinja2", "from reliable_mq.web import DeadLetterApp", "web"),
     ],
 )
 def test_a_missing_extra_is_named_by_the_error(missing: str, statement: str, extra: str) -> None:

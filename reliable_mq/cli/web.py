@@ -23,7 +23,6 @@ __all__ = ["web"]
 
 _TOKEN: Final = "RELIABLE_MQ_WEB_TOKEN"  # noqa: S105  # the name of a variable
 _GRACE: Final = 15.0  # seconds for running operations
-_EXTRA: Final = frozenset({"jinja2", "starlette", "uvicorn"})
 
 
 def web(
@@ -89,10 +88,9 @@ def web(
         from reliable_mq.cli.bounded_http import serve
         from reliable_mq.web import DeadLetterApp
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRA:
+        if error.name != "uvicorn":
             raise
-        raise ConfigurationError(f"web needs {missing}, of the extra 'web': pip install 'reliable-mq[web]'") from error
+        raise ConfigurationError("web needs uvicorn, of the extra 'web': pip install 'reliable-mq[web]'") from error
     from reliable_mq.engine.publisher_channel import unwatched_logger
     from reliable_mq.url import parse_url
 

@@ -14,17 +14,21 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from starlette.applications import Starlette
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
-
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.topology import Queue
-from reliable_mq.web.access import Guard, UserOf
-from reliable_mq.web.letters import Source
-from reliable_mq.web.operations import AuditLog, Operations
-from reliable_mq.web.pages import Pages
+
+try:
+    from starlette.applications import Starlette
+    from starlette.routing import Mount, Route
+    from starlette.staticfiles import StaticFiles
+
+    from reliable_mq.web.access import Guard, UserOf
+    from reliable_mq.web.letters import Source
+    from reliable_mq.web.operations import AuditLog, Operations
+    from reliable_mq.web.pages import Pages
+except ImportError as error:
+    raise ConfigurationError(f"DeadLetterApp needs more ({error}): pip install 'reliable-mq[web]'") from error
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
