@@ -13,7 +13,7 @@ PACKAGE = ROOT / "reliable_mq"
 ARCHITECTURE = ROOT / "docs" / "explanation" / "architecture.md"
 
 DELAYING: Final = {"Thread", "Timer", "ThreadPoolExecutor", "start_new_thread", "to_thread", "run_in_executor"}
-DAEMONS: Final = {"start_daemon", "call_in_background"}
+DAEMONS: Final = {"DaemonThread", "start_daemon", "call_in_background"}
 #: Module -> purpose. Pools and callbacks of `_util/threads.py` start their threads there.
 MODULES: Final = {
     "_util/sqlalchemy.py": "the event loop of an asynchronous engine",
@@ -40,15 +40,12 @@ MODULES: Final = {
     "testing/store_contract.py": "claimants of a contract",
     "web/jobs.py": "operations on dead letters",
 }
-#: The modules that start other threads than daemons, or daemons by themselves.
+#: The modules that start other threads than daemons.
 MAY_DELAY: Final = {
     "_util/threads.py",
     "cli/demo/scenario.py",  # the shop and its outages: a restart of the broker is awaited at exit
-    "engine/workers.py",
-    "outbox/relay.py",
     "spark/queue_source.py",  # a timer
     "spark/sink.py",  # a timer
-    "sync/io_thread.py",
     "testing/cluster.py",  # commands to several nodes: each has a deadline
     "testing/store_contract.py",  # the callers of a tested store: each test waits for its own
 }

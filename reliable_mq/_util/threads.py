@@ -22,6 +22,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -40,6 +41,7 @@ __all__ = [
     "CancelHandle",
     "Condition",
     "DaemonExecutor",
+    "DaemonThread",
     "InterruptibleEvent",
     "call_in_background",
     "call_on_thread",
@@ -52,9 +54,22 @@ T = TypeVar("T")
 _Report: TypeAlias = Callable[[Any, BaseException | None], object]
 
 
+class DaemonThread(threading.Thread):
+    """A thread that does not keep the process from exiting."""
+
+    def __init__(self, name: str, fn: Callable[..., object], *args: object) -> None:
+        super().__init__(target=fn, args=args, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread; raise RuntimeError if none can be started."""
+        if sys.is_finalizing():  # Python 3.11 would wait for the thread for ever
+            raise RuntimeError("can't create new thread at interpreter shutdown")  # the text of later versions
+        super().start()
+
+
 def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threading.Thread:
     """Start a daemon thread; raise RuntimeError if the interpreter exits."""
-    thread = threading.Thread(target=fn, args=args, name=name, daemon=True)
+    thread = DaemonThread(name, fn, *args)
     thread.start()
     return thread
 
@@ -378,7 +393,7 @@ class CallbackThread:
         with self._lock:
             if self._thread is None and not self._over:
                 # Assigned before the start: a signal handler that runs in between would start another thread.
-                self._thread = thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+                self._thread = thread = DaemonThread(self._name, self._main)
                 try:
                     thread.start()
                 except BaseException:  # for example of a signal handler; the thread may start nevertheless

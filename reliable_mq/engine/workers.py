@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.threads import Condition, InterruptibleEvent, start_daemon
+from reliable_mq._util.threads import Condition, DaemonThread, InterruptibleEvent, start_daemon
 from reliable_mq.core.consumer.attempts import Failure, describe, shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
 from reliable_mq.core.consumer.dispatch import Work, deliveries_of, verdicts
@@ -130,7 +130,7 @@ class WorkerPool:
         self._watching: list[threading.Thread] = []
         self._retrying: threading.Thread | None = None
         if self._claiming is not None:
-            self._watching.append(threading.Thread(target=self._watch, name=f"{name}-watch", daemon=True))
+            self._watching.append(DaemonThread(f"{name}-watch", self._watch))
 
     def start(self) -> None:
         """Start the threads."""
@@ -208,7 +208,7 @@ class WorkerPool:
         return total
 
     def _new_thread(self, number: int) -> threading.Thread:
-        return threading.Thread(target=self._work, args=(number,), name=f"{self._name}-worker-{number}", daemon=True)
+        return DaemonThread(f"{self._name}-worker-{number}", self._work, number)
 
     def _work(self, number: int) -> None:
         worker = self._workers[number]

@@ -37,7 +37,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
-from reliable_mq._util.threads import InterruptibleEvent, call_in_background
+from reliable_mq._util.threads import DaemonThread, InterruptibleEvent, call_in_background
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement, is_answer
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
@@ -66,7 +66,7 @@ class _OutboxThread:
     """A daemon thread that ends on its own."""
 
     def __init__(self, name: str) -> None:
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = DaemonThread(name, self._run)
 
     def _run(self) -> None:
         raise NotImplementedError

@@ -21,6 +21,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq._util.threads import DaemonThread
 from reliable_mq.connection.pika_driver import EventLoop, Link
 from reliable_mq.engine.connection import BaseConnection
 from reliable_mq.errors import UsageError
@@ -90,7 +91,7 @@ class IOThread(BaseConnection):
             self._connector = self._new_connector(self._loop, partial(Link, self._loop))
             self._has_connector = True
             self._loop.call_soon(self._connector.begin)
-            self._thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+            self._thread = DaemonThread(self._name, self._main)
             try:
                 self._thread.start()
             except RuntimeError:  # no thread can be started at the moment, or the interpreter exits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import TYPE_CHECKING
 
 import pytest
@@ -17,6 +19,20 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
+
+LATE = """
+from reliable_mq import Consumer, Message, Publisher
+from reliable_mq.outbox import SQLiteOutbox
+
+class Service:
+    client = {client}
+    message = Message(b"")
+
+    def __del__(self):
+        self.client.{call}
+
+service = Service()
+"""
 
 
 def test_a_consumer_that_cannot_be_closed_keeps_no_other_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,3 +117,21 @@ def test_an_outbox_whose_broker_refuses_is_closed_at_exit(tmp_path: Path, monkey
     assert opened == {publisher}
     publisher_module._close_at_exit()
     assert publisher._is_closed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("client", "call"),
+    [
+        (f"Publisher({NOBODY!r})", "publish(self.message, routing_key='q')"),
+        (f"Publisher({NOBODY!r}, outbox=SQLiteOutbox('outbox'))", "publish(self.message, routing_key='q')"),
+        (f"Consumer({NOBODY!r}, 'orders', print)", "run()"),
+    ],
+)
+def test_a_client_that_starts_after_the_exit_began_fails(client: str, call: str, tmp_path: Path) -> None:
+    """Threads cannot run any more when the objects of modules are deleted. Python 3.11 would wait for one for ever."""
+    program = LATE.format(client=client, call=call)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True
+    )
+    assert "RuntimeError: can't create new thread at interpreter shutdown" in done.stderr
