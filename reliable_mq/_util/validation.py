@@ -29,6 +29,7 @@ __all__ = [
     "is_text",
     "is_whole_number",
     "lock_timeout",
+    "missing_extra",
     "seconds",
     "unique_keys",
     "whole_number",
@@ -123,6 +124,11 @@ def lock_timeout(timeout: float) -> int:
     client is gone, and abandoned connections would pile up until it refuses new ones.
     """
     return max(int(0.9 * min(timeout, LONGEST_BUSY_TIMEOUT) * 1000), 1)
+
+
+def missing_extra(name: str, extra: str, error: ImportError) -> ConfigurationError:
+    """Return the error for a class whose optional dependencies are not installed."""
+    return ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[{extra}]'")
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.validation import missing_extra
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
-from reliable_mq.errors import ConfigurationError
 from reliable_mq.outbox.protocol import FailedRow, Outbox, OutboxStatus, RowBatch, RowLeases
 from reliable_mq.outbox.sqlite import SQLiteOutbox
 
@@ -40,5 +40,5 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any na
         try:  # SQLAlchemy comes with the extra `sql`; nothing else here needs it
             value = globals()[name] = import_module("reliable_mq.outbox.sqlalchemy").SQLAlchemyOutbox
         except ImportError as error:
-            raise ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[sql]'") from error
+            raise missing_extra(name, "sql", error) from error
         return value

@@ -36,6 +36,7 @@ from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import Properties, encode_properties, encode_property, encode_table
 from reliable_mq.core import headers
 from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.core.publisher.window import is_too_large
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused
 from reliable_mq.message import Message
 from reliable_mq.spark.options import WriteOptions
@@ -331,7 +332,6 @@ _TEXT: Final = 1024  # maximum characters of a value that is not stored as a pro
 _HEADERS: Final = 48 * 2**10  # maximum bytes; a frame holds 128 KiB, or 8 KiB if the broker requires it
 _LARGEST: Final = 16 * 2**20  # maximum bytes of a body, as in a publisher's default
 _CUT: Final = 64 * 2**10  # bytes kept of a body that is too large
-_TOO_LARGE: Final = 311
 _MOVED: Final = {"user_id": headers.ORIGINAL_USER_ID, "expiration": headers.ORIGINAL_EXPIRATION}
 _DIRECT_REPLY: Final = "amq.rabbitmq.reply-to"  # RabbitMQ refuses it on a channel that does not consume replies
 _COPIES: Final = {"CC": headers.ORIGINAL_CC, "BCC": headers.ORIGINAL_BCC}
@@ -386,14 +386,8 @@ def letter_of_message(refused: Outgoing | Publication, error: PublishError | Con
         table[headers.ORIGINAL_COLUMNS] = {"reply_to": _DIRECT_REPLY}
         letter = letter.replace(reply_to=None)
     letter = letter.replace(headers=table)
-    return _bounded(letter, cut=_is_too_large(error))
-
-
-def _is_too_large(error: Exception) -> bool:
-    """Return whether this package or the broker refused a message for its size."""
-    return isinstance(error, PublishRefused) and (
-        error.reply_code == _TOO_LARGE or "is larger than" in error.reply_text
-    )
+    too_large = isinstance(error, PublishRefused) and is_too_large(error.reply_code, error.reply_text)
+    return _bounded(letter, cut=too_large)
 
 
 def _ours(reason: str, exchange: str, routing_key: str) -> dict[str, Any]:

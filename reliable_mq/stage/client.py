@@ -51,6 +51,7 @@ from reliable_mq.core.channel_setup import (
     lacks_permission,
     publisher_setup,
 )
+from reliable_mq.core.publisher.window import is_too_large
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy, is_permanent
 from reliable_mq.core.stage.counts import QueueCounts
 from reliable_mq.core.stage.options import StageOptions
@@ -68,7 +69,6 @@ _TICK: Final = 0.5  # seconds between two checks of the deadlines
 _COUNT_EVERY: Final = 2.0  # seconds between two counts of the queue
 _LONGEST_WAIT: Final = 2.0  # seconds between two attempts, so that a waiting relay soon takes over
 _TAIL_PREFETCH: Final = 2000
-_TOO_LARGE: Final = "is larger than configured max size"  # in RabbitMQ's text when it refuses a message
 
 
 class RelayState(enum.Enum):
@@ -232,7 +232,7 @@ class RelayClient(NullListener):
             logger.info("%s: channel lost (%s); unacked messages will be delivered again", self, loss.text)
             if lacks_permission(loss.code, loss.text):
                 self._end(BrokerUnavailable(f"the broker refused {self}: {loss.code} {loss.text}", permanent=True))
-            elif _TOO_LARGE in loss.text:
+            elif is_too_large(loss.code, loss.text):
                 self._end(
                     ConsumeError(
                         f"a message of queue {self._options.queue!r} is too large for the broker to be moved: "

@@ -10,8 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.validation import missing_extra
 from reliable_mq.core.idempotency import Claim, ClaimStatus
-from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.memory import MemoryStore
 from reliable_mq.stores.protocol import AsyncIdempotencyStore, IdempotencyStore
 
@@ -50,5 +50,5 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept any na
         try:
             value = globals()[name] = getattr(import_module(f"{__name__}.{module}"), name)
         except ImportError as error:
-            raise ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[{extra}]'") from error
+            raise missing_extra(name, extra, error) from error
         return value

@@ -14,7 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from reliable_mq.errors import ConfigurationError, LabError
+from reliable_mq._util.validation import missing_extra
+from reliable_mq.errors import LabError
 from reliable_mq.testing.audit import Audit, AuditResult
 from reliable_mq.testing.faults import Cut, Direction
 from reliable_mq.testing.frames import (
@@ -81,5 +82,5 @@ if not TYPE_CHECKING:  # a type checker would accept any name
         try:
             value = globals()[name] = getattr(import_module(f"{__name__}.{_ON_DEMAND[name]}"), name)
         except ImportError as error:
-            raise ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[testing]'") from error
+            raise missing_extra(name, "testing", error) from error
         return value

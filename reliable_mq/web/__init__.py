@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.validation import missing_extra
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.topology import Queue
@@ -28,7 +29,7 @@ try:
     from reliable_mq.web.operations import AuditLog, Operations
     from reliable_mq.web.pages import Pages
 except ImportError as error:
-    raise ConfigurationError(f"DeadLetterApp needs more ({error}): pip install 'reliable-mq[web]'") from error
+    raise missing_extra("DeadLetterApp", "web", error) from error
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reliable_mq.core.publisher import window
-from reliable_mq.core.publisher.window import MessageLimits
+from reliable_mq.core.publisher.window import MessageLimits, is_too_large
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
 
@@ -48,6 +48,19 @@ def test_known_targets_are_forgotten_at_some_number(monkeypatch: pytest.MonkeyPa
     for number in range(10):
         assert made.check(Message(b"xy"), "", f"q{number}", FRAME_MAX) == 2
         assert len(made._targets) <= 3
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "too_large"),
+    [
+        (311, "the body has 2 bytes, and the limit is 1", True),
+        (406, "PRECONDITION_FAILED - message size 17 is larger than configured max size 16", True),
+        (406, "PRECONDITION_FAILED - invalid expiration 'soon': no_integer", False),
+        (None, "the connection was reset", False),
+    ],
+)
+def test_a_refusal_for_the_size_is_known_by_code_or_text(code: int | None, text: str, too_large: bool) -> None:
+    assert is_too_large(code, text) is too_large
 
 
 def test_a_message_that_is_too_large_is_refused() -> None:

@@ -27,13 +27,18 @@ from reliable_mq.message import Message
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CONTENT_TOO_LARGE", "MessageIdQueue", "MessageLimits", "PublishWindow", "no_message"]
+__all__ = ["CONTENT_TOO_LARGE", "MessageIdQueue", "MessageLimits", "PublishWindow", "is_too_large", "no_message"]
 
 CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a message that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
 _DUPLICATE_HEADER_BYTES: Final = 64  # the maximum size of the header that marks a possible duplicate
 
 P = TypeVar("P", bound=Publication)
+
+
+def is_too_large(code: int | None, text: str) -> bool:
+    """Return whether this package or the broker refused a message for its size."""
+    return code == CONTENT_TOO_LARGE or "is larger than" in text
 
 
 def no_message(value: object) -> ConfigurationError:
