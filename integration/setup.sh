@@ -115,7 +115,8 @@ ensure_java() {
     ensure_venv
     [ "$ROOT/.venv/spark/classes.jsa" -nt "$ROOT/.venv/.installed" ] && return
     say "making what lets Spark start faster"
-    (cd "$ROOT" && .venv/bin/python -m integration.support.spark) >/dev/null || say "Spark starts without"
+    (cd "$ROOT" && .venv/bin/python -m integration.support.spark) >/dev/null ||
+        die "Spark did not run. Its error is above."
 }
 
 # -- libfaketime -----------------------------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def archive_classes(directory: Path) -> None:
     rows = spark.range(10).selectExpr("id", "cast(id as string) as text", "map('a', 'b') as headers")
     rows.write.parquet(files)
     assert spark.read.parquet(files).groupBy("text").count().count() == 10
-    assert rows.mapInArrow(iter, rows.schema).count() == 10
+    assert rows.mapInArrow(lambda batches: batches, rows.schema).count() == 10
     reader = spark.readStream.schema(rows.schema).parquet(files)
     writer = reader.writeStream.option("checkpointLocation", str(directory / "checkpoint")).trigger(availableNow=True)
     query = writer.foreachBatch(lambda batch, _: batch.collect()).start()
