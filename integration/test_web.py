@@ -604,7 +604,7 @@ def test_a_page_says_its_server_is_gone_and_goes_on_afterwards(vhost: VirtualHos
         process.kill()
         user.page.locator("#silent").wait_for()
         with started(vhost, DEAD, "--port", str(urlsplit(address).port)):
-            user.wait_for_text("This operation is no longer kept.")
+            user.wait_for_text("This page no longer keeps this operation.")
 
 
 def test_reading_counts_as_dlq_list_does(vhost_40: VirtualHost) -> None:

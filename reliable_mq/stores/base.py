@@ -346,6 +346,15 @@ class AsyncStore(StoreBase):
             )
         return await _run_queries(queries, self._send)
 
+    async def close(self) -> None:
+        """Close the connections until the next call. Your own client or engine stays open."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
 import redis
@@ -235,8 +235,9 @@ class RedisStore(_RedisBase, SyncStore):
 
     Args:
         url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
-            own ``redis.Redis``, for example from a ``Sentinel``, which must have a ``socket_timeout``. To leave a
-            primary that became a replica, a client that is not from a ``Sentinel`` needs
+            own ``redis.Redis``, for example from a ``Sentinel``, which must have a ``socket_timeout`` and no retries of
+            its own (``retry=Retry(NoBackoff(), 0)``, from ``redis.retry`` and ``redis.backoff``). To leave a primary
+            that became a replica, a client that is not from a ``Sentinel`` needs
             ``retry_on_error=[redis.ReadOnlyError]``.
         retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
         timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, or Redis
@@ -300,15 +301,8 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
         self._redis = _client(redis.asyncio.Redis, "redis.asyncio.Redis", url, self._timeout, retry, options)
 
     async def close(self) -> None:
-        """Close the connections until the next call. Your own client stays open."""
         if self._own:
             await self._redis.aclose()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
 
     async def _run(self, queries: Queries[T]) -> T:
         try:
@@ -371,6 +365,14 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
         raise ConfigurationError(f"{', '.join(options)}: to be given to the client of your own")
     else:
         client = url
-    if client.get_connection_kwargs().get("socket_timeout") is None:
+    arguments = client.get_connection_kwargs()
+    if arguments.get("socket_timeout") is None:
         raise ConfigurationError("the client must have a socket_timeout, or a Redis that hangs would hang the consumer")
+    # Before redis-py 6, nobody can ask for the number, and a client has no retries by default.
+    retries = getattr(arguments.get("retry"), "get_retries", lambda: 0)()
+    if retries and kind is redis.Redis:
+        raise ConfigurationError(
+            f"the client repeats a call up to {retries} times, each for its socket_timeout: give it "
+            "retry=Retry(NoBackoff(), 0), because the store repeats calls itself"
+        )
     return client

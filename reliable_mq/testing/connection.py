@@ -353,6 +353,12 @@ class ProxiedSocket(asyncio.Protocol):
         return self._transport is not None
 
     @property
+    def descriptor(self) -> int:
+        """The number of the socket. -1 before it is connected, and after it is closed."""
+        own = None if self._transport is None else self._transport.get_extra_info("socket")
+        return -1 if own is None else int(own.fileno())
+
+    @property
     def _half_closes(self) -> bool:
         """Whether one direction can end before the other, which TLS does not allow."""
         return self._transport is not None and self._transport.can_write_eof()

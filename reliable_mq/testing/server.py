@@ -9,13 +9,16 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.connection import ProxiedConnection
@@ -109,6 +112,7 @@ class Server:
         self._keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._keeper.bind(("127.0.0.1", 0))
         self.port: int = self._keeper.getsockname()[1]
+        _servers.add(self)
 
     async def close(self) -> None:
         self.refuse()
@@ -122,6 +126,19 @@ class Server:
         while self._connections:
             self._one_ended.clear()
             await self._one_ended.wait()
+
+    def _forget(self) -> None:
+        """Close the sockets' copies in a forked child.
+
+        Their numbers stay in use, because objects of the parent, which also exist in the child, close them again.
+        """
+        numbers = [own.fileno() for own in (self._keeper, self._listener) if own is not None]
+        for connection in self._connections.values():
+            numbers += [connection.client.descriptor, connection.broker.descriptor]
+        with Path(os.devnull).open("rb") as null:
+            for number in numbers:
+                if number >= 0:
+                    os.dup2(null.fileno(), number)
 
     # connections
 
@@ -294,6 +311,10 @@ class Server:
         if not connection.client.opened:
             client.close()
             del self._connections[connection.number]
+
+
+# The thread does not exist in a forked child, whose copies of the sockets would keep the connections and the port open.
+_servers = each_at_fork(ForkStage.RELEASE, Server._forget)  # noqa: SLF001  # of this module
 
 
 def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:

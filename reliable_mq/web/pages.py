@@ -366,7 +366,9 @@ class Pages:
     def _job(self, fields: Fields) -> Job:
         job = self._operations.jobs.get(fields.get("id"))
         if job is None:
-            raise HTTPException(404, "This operation is no longer kept. The audit log has its result.")
+            raise HTTPException(
+                404, "This page no longer keeps this operation. An audit log, if there is one, has its result."
+            )
         return job
 
     def _changing(self, queue: str) -> list[Job]:

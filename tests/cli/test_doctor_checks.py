@@ -17,13 +17,14 @@ from reliable_mq.url import parse_url
 
 NEWEST = (4, 3, 6)
 
-OK, WARNING, PROBLEM, UNCHECKED = Status.OK, Status.WARNING, Status.PROBLEM, Status.UNCHECKED
+NOTE, OK, UNCHECKED, WARNING, PROBLEM = Status
 
 
 def test_the_worst_of_several_findings_counts() -> None:
     findings = [Finding(status, "", "", "") for status in (WARNING, OK, UNCHECKED)]
     assert worst(findings) is WARNING
     assert worst([]) is OK
+    assert worst([Finding(NOTE, "", "", "")]) is OK
 
 
 # -- version and limits ------------------------------------------------------------------------------------------------
@@ -39,7 +40,8 @@ def test_since_4_3_only_reject_counts() -> None:
     assert found["version"] == Finding(OK, "broker", "version", "RabbitMQ 4.3.6")
     assert "basic.nack does not" in found["retries"].text
     assert "consumer is cancelled" in found["consumer timeout"].text
-    assert found["consumer timeout"].status is UNCHECKED
+    assert found["consumer timeout"].status is NOTE
+    assert worst(found.values()) is OK
     assert "within a second" in found["new queues"].text
 
 
@@ -234,7 +236,12 @@ def binding(destination: str, key: str, source: str = "dlx") -> dict[str, Any]:
         ("dlx", "k", [], (PROBLEM, "nothing is bound")),
         ("dlx", "k", [binding("q.dead", "other")], (PROBLEM, "no binding")),
         ("dlx", "k", [binding("q.dead", "k")], None),
-        ("dlx", None, [binding("q.dead", "k")], None),
+        ("dlx", None, [binding("q.dead", "k")], (WARNING, "keys that lead to this queue ('q')")),
+        ("dlx", None, [binding("q.dead", "q")], None),
+        ("dlx", None, [binding("q.dead", "k"), binding("q", "k", "orders")], None),
+        ("dlx", None, [binding("q.dead", "k"), binding("q", "j", "orders")], (WARNING, "this queue ('j', 'q')")),
+        ("dlx", None, [binding("q.dead", "k"), binding("q", "#", "topics")], None),  # any key may lead there
+        ("fan", None, [binding("q.dead", "", "fan")], None),
         ("topics", "a.b.c", [binding("q.dead", "a.*.c", "topics")], None),
         ("topics", "a.b.c", [binding("q.dead", "a.#", "topics")], None),
         ("topics", "a.b.c", [binding("q.dead", "#.c", "topics")], None),
@@ -255,6 +262,7 @@ def test_dead_letters_that_lead_nowhere(
         arguments["dead_letter_routing_key"] = key
     exchanges = {
         "dlx": {"type": "direct"},
+        "orders": {"type": "direct"},
         "topics": {"type": "topic"},
         "fan": {"type": "fanout"},
         "alternate": {"type": "direct", "arguments": {"alternate-exchange": "else"}},
@@ -343,6 +351,14 @@ def test_every_finding_that_is_not_well_says_what_to_do() -> None:
     assert all(finding.fix for finding in found if finding.status is not OK)
 
 
+def test_letters_that_wait_are_known_by_the_name_of_their_queue() -> None:
+    """A consumer that declares nothing publishes them itself: no argument of its queue leads there."""
+    (origin, letters) = examine(queue(), dead(messages=20), names=("q",))
+    assert (letters.check, letters.status) == ("dead letters wait", WARNING), origin
+    assert "does not exist" not in letters.text
+    assert [one.check for one in examine(dead(messages=20), names=())] == ["dead letters wait", "arguments"]
+
+
 def test_the_lists_of_a_virtual_host_are_not_walked_per_queue() -> None:
     class Counted(list[Any]):
         walks = 0
@@ -356,4 +372,4 @@ def test_the_lists_of_a_virtual_host_are_not_walked_per_queue() -> None:
     bindings = Counted([binding("dead", "dead")])
     dlx = {"dlx": {"name": "dlx", "type": "direct"}}
     examine(*views, names=(), consumers=consumers, bindings=bindings, exchanges=dlx)
-    assert (consumers.walks, bindings.walks) == (1, 1)
+    assert (consumers.walks, bindings.walks) == (1, 2)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -82,9 +84,12 @@ def test_nonsense_is_refused_by_stores_in_redis(kind: Any, wrong: dict[str, Any]
 def test_a_client_of_ones_own_must_not_be_able_to_hang() -> None:
     with pytest.raises(ConfigurationError, match="socket_timeout"):
         RedisStore(redis.Redis(socket_timeout=None))
+    with pytest.raises(ConfigurationError, match="repeats a call up to 10 times"):
+        RedisStore(redis.Redis(socket_timeout=5))
+    once = redis.Redis(socket_timeout=5, retry=Retry(NoBackoff(), 0))
     with pytest.raises(ConfigurationError, match="ssl"):
-        RedisStore(redis.Redis(socket_timeout=5), ssl=True)
-    assert "client of yours" in repr(RedisStore(redis.Redis(socket_timeout=5)))
+        RedisStore(once, ssl=True)
+    assert "client of yours" in repr(RedisStore(once))
 
 
 @pytest.mark.parametrize(
@@ -178,6 +183,15 @@ def test_an_option_that_redis_has_not_is_refused(kind: Any, url: str, options: d
     """The constructor refuses it. Without a timeout, a claim could wait forever."""
     with pytest.raises(ConfigurationError, match=named):
         kind(url, **options)
+
+
+def test_every_asyncio_store_can_be_closed() -> None:
+    async def use(store: AsyncRedisStore | AsyncSQLAlchemyStore) -> None:
+        async with store as entered:
+            assert entered is store
+
+    asyncio.run(use(AsyncRedisStore("redis://localhost")))
+    asyncio.run(use(AsyncSQLAlchemyStore(create_async_engine("sqlite+aiosqlite:///x.db"))))
 
 
 def test_a_session_is_no_maker_of_sessions() -> None:

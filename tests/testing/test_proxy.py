@@ -1150,3 +1150,31 @@ def test_fixture_closes_its_proxies_when_the_test_ends(pytester: pytest.Pytester
         """
     )
     pytester.runpytest_inprocess("-p", "no:asyncio").assert_outcomes(passed=2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the proxy's thread runs, which is tested here
+def test_a_forked_child_keeps_no_connection_and_no_port_open(proxy: FaultProxy, wire: Wire) -> None:
+    """Refused connections are refused, and the peers see a cut, while the child still runs."""
+    mine, its = socket.socketpair()
+    child = os.fork()
+    if not child:
+        mine.close()
+        its.send(b"runs")
+        its.recv(1)
+        os._exit(0)
+    its.close()
+    try:
+        mine.recv(4)
+        wire.client.send(PROTOCOL_HEADER)
+        wire.broker.expect(PROTOCOL_HEADER)
+        proxy.refuse_connections()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", proxy.port), DEADLINE)
+        proxy.heal()
+        socket.create_connection(("127.0.0.1", proxy.port), DEADLINE).close()
+        proxy.cut()
+        wire.client.expect_reset()
+        wire.broker.expect_reset()
+    finally:
+        mine.close()
+        assert os.waitpid(child, 0)[1] == 0

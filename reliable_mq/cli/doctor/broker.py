@@ -121,7 +121,9 @@ def _tls(options: TLSOptions, endpoint: Endpoint, connection: socket.socket) -> 
             "issued for (server_name_indication=...)."
         )
         return Finding(Status.PROBLEM, host, "TLS", text, fix)
-    except (OSError, ConfigurationError) as error:
+    except ConfigurationError as error:
+        return Finding(Status.PROBLEM, host, "TLS", f"not tried: {error}", "Correct the options of TLS in the URL.")
+    except OSError as error:
         text = getattr(error, "reason", None) or getattr(error, "strerror", None) or str(error)
         fix = "Does the broker use TLS on this port (5671 by default)? Does it accept this client's certificate?"
         if endpoint.port == _PLAIN_PORT:
@@ -265,14 +267,14 @@ _FACTS: Final = (
     _Fact(
         "consumer timeout",
         (0,),
-        Status.UNCHECKED,
+        Status.NOTE,
         _UNREADABLE + "the channel is closed with 406, and all its unacked deliveries are requeued",
         _KEEP_BELOW,
     ),
     _Fact(
         "consumer timeout",
         (4, 3),
-        Status.UNCHECKED,
+        Status.NOTE,
         _UNREADABLE
         + "the consumer is cancelled, and gets no messages until it settles the delivery (quorum queues only)",
         _KEEP_BELOW,

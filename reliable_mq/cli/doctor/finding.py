@@ -23,6 +23,7 @@ __all__ = ["Finding", "Status", "show", "worst", "write_json"]
 
 
 class Status(enum.Enum):
+    NOTE = "note"  # about something that no client can read
     OK = "ok"
     UNCHECKED = "not checked"
     WARNING = "warning"
@@ -30,6 +31,7 @@ class Status(enum.Enum):
 
 
 _MARKS: Final = {
+    Status.NOTE: ("i", "cyan"),
     Status.OK: ("✔", "green"),
     Status.UNCHECKED: ("?", "cyan"),
     Status.WARNING: ("!", "yellow"),
@@ -59,9 +61,8 @@ class Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the worst status, or OK without findings."""
-    order = list(Status)
-    return max((finding.status for finding in findings), key=order.index, default=Status.OK)
+    """Return the worst status, which is at least OK."""
+    return max((Status.OK, *(finding.status for finding in findings)), key=list(Status).index)
 
 
 def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
@@ -94,7 +95,7 @@ def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
     output.print(
         Text("  ").join(
             Text(f"{_MARKS[status][0]} {_counted(counts[status], status)}", style=_MARKS[status][1])
-            for status in Status
+            for status in list(Status)[1:]  # without the notes
         )
     )
 

@@ -169,6 +169,11 @@ class Snapshot:
     def _bindings_by_exchange(self) -> dict[str, list[Mapping[str, Any]]]:
         return _grouped((each.get("source"), each) for each in self.bindings)
 
+    @cached_property
+    def _bindings_by_queue(self) -> dict[str, list[Mapping[str, Any]]]:
+        to_queues = (each for each in self.bindings if each.get("destination_type") == "queue")
+        return _grouped((each.get("destination"), each) for each in to_queues)
+
     def dead_letter_route(self, queue: QueueView) -> Route | None:
         """Return the route of a queue's dead letters, or None if it has no such exchange."""
         exchange, key = queue.argument("dead-letter-exchange"), queue.argument("dead-letter-routing-key")
@@ -184,13 +189,27 @@ class Snapshot:
         bound = self._bindings_by_exchange.get(exchange)
         if not bound:
             return Route(flaw=f"nothing is bound to the dead-letter exchange {exchange!r}", certain=True)
-        matching = bound if key is None else [each for each in bound if _matches(str(found.get("type")), each, key)]
+        keys = self._keys_of(queue) if key is None else {key}
+        matching = [each for each in bound if keys is None or _matches_any(str(found.get("type")), each, keys)]
+        if not matching and key is None:
+            flaw = (
+                f"dead letters keep their routing keys, and no binding of the dead-letter exchange {exchange!r} "
+                f"matches the keys that lead to this queue ({', '.join(map(repr, sorted(keys or ())))})"
+            )
+            return Route(flaw=flaw)
         if not matching:
             flaw = f"no binding of the dead-letter exchange {exchange!r} matches the dead-letter routing key {key!r}"
             return Route(flaw=flaw, certain=True)
         return Route(
             frozenset(each.get("destination", "") for each in matching if each.get("destination_type") == "queue")
         )
+
+    def _keys_of(self, queue: QueueView) -> set[str] | None:
+        """Return the routing keys that lead to a queue, or None if others may, too."""
+        bindings = [each for each in self._bindings_by_queue.get(queue.name, ()) if each.get("source")]
+        if any(self.exchanges.get(each["source"], {}).get("type") != "direct" for each in bindings):
+            return None
+        return {queue.name, *(str(each.get("routing_key", "")) for each in bindings)}
 
     def _by_default_exchange(self, key: str | None) -> Route:
         if key is None:
@@ -245,13 +264,13 @@ def _nodes(api: ManagementAPI) -> tuple[Mapping[str, Any], ...] | None:
         return None
 
 
-def _matches(exchange_type: str, binding: Mapping[str, Any], key: str) -> bool:
+def _matches_any(exchange_type: str, binding: Mapping[str, Any], keys: Iterable[str]) -> bool:
     pattern = str(binding.get("routing_key", ""))
     match exchange_type:
         case "direct":
-            return pattern == key
+            return pattern in keys
         case "topic":
-            return _topic_matches(_words(pattern), _words(key))
+            return any(_topic_matches(_words(pattern), _words(key)) for key in keys)
         case _:
             return True
 

@@ -177,8 +177,12 @@ def examine_quarantine(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding
     yield _warning(queue, "quarantine", text, fix)
 
 
-def examine_dead_letters(queue: QueueView, dead: frozenset[str], version: tuple[int, ...]) -> Iterator[Finding]:
+def examine_dead_letters(
+    snapshot: Snapshot, queue: QueueView, dead: frozenset[str], version: tuple[int, ...]
+) -> Iterator[Finding]:
     """Check that letters are kept in a dead-letter queue, and report waiting ones."""
+    if queue.name not in dead and not queue.name.endswith(DEAD_SUFFIX):
+        return
     ttl = queue.argument("message-ttl")
     if ttl is not None and queue.argument("dead-letter-exchange") is None:
         text = f"dead letters are dropped after {int(ttl) / 1000:g} s (message TTL)"
@@ -195,8 +199,9 @@ def examine_dead_letters(queue: QueueView, dead: frozenset[str], version: tuple[
     text = f"a dead-letter queue that holds {queue.messages:,} messages"
     if queue.growth > 0:
         text += f" and grows by {queue.growth:g} messages per second"
-    if queue.name not in dead:  # it is one by its name alone
-        text += f"; queue {queue.name.removesuffix(DEAD_SUFFIX)!r}, their probable origin, does not exist"
+    origin = queue.name.removesuffix(DEAD_SUFFIX)
+    if queue.name not in dead and origin not in snapshot.queues:
+        text += f"; queue {origin!r}, their probable origin, does not exist"
     fix = (
         f"reliable-mq dlq stats URL {queue.name} shows why and when they died. Fix the cause, then use dlq replay or "
         "dlq purge."
@@ -223,8 +228,7 @@ def examine_queues(snapshot: Snapshot, names: Sequence[str], version: tuple[int,
         quiet += not found
     # Queues around a named queue are checked too.
     for name in sorted(_around(snapshot, names, routes) - set(names)):
-        if name in dead:
-            findings += examine_dead_letters(snapshot.queues[name], dead, version)
+        findings += examine_dead_letters(snapshot, snapshot.queues[name], dead, version)
         findings += examine_delay_queue(snapshot, snapshot.queues[name])
         findings += examine_quarantine(snapshot, snapshot.queues[name])
     if not names:
@@ -247,10 +251,7 @@ def _examine(
     yield from _arguments(queue, version)
     yield from examine_delay_queue(snapshot, queue)
     yield from examine_quarantine(snapshot, queue)
-    if queue.name in dead or (
-        queue.name.endswith(DEAD_SUFFIX) and queue.name.removesuffix(DEAD_SUFFIX) not in snapshot.queues
-    ):
-        yield from examine_dead_letters(queue, dead, version)
+    yield from examine_dead_letters(snapshot, queue, dead, version)
 
 
 def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route | None]) -> set[str]:
@@ -259,8 +260,8 @@ def _around(snapshot: Snapshot, names: Sequence[str], routes: Mapping[str, Route
     delays = {
         name for name, queue in snapshot.queues.items() if (delay := _delay_queue(queue)) and delay.queue in names
     }
-    suspects = {f"{name}{QUARANTINE_SUFFIX}" for name in names}
-    return (targets | delays | suspects) & snapshot.queues.keys()
+    by_name = {f"{name}{suffix}" for name in names for suffix in (DEAD_SUFFIX, QUARANTINE_SUFFIX)}
+    return (targets | delays | by_name) & snapshot.queues.keys()
 
 
 def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
