@@ -17,7 +17,8 @@ from integration.programs.killed_by_messages import LEASE
 from integration.support.consuming import Gate, Handler, dead_letters, send
 from integration.support.killed import Killed, Settings
 from reliable_mq import Binding, Consumer, DeadLetter, Exchange, Message, Publisher, Queue, RetryPolicy
-from reliable_mq.core.consumer.quarantine import AFTER
+from reliable_mq.core.consumer.quarantine import AFTER, SUSPECT_FROM
+from reliable_mq.stores import MemoryStore, RedisStore
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
@@ -90,6 +91,25 @@ def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_
         assert bool(consumer.statistics.quarantined) == counted
     assert set(handler.attempts) == {1}
     assert not any_vhost.live_counts(["orders.dead"])["orders.dead"]
+
+
+def test_restarts_without_a_store_cost_a_suspect_no_attempt(any_vhost: VirtualHost, consumer_api: str) -> None:
+    """No handler has the message, which waits in the process for the store at each stop."""
+    declare(any_vhost)
+    send(any_vhost, "orders", [Message(b"suspect", message_id="suspect")])
+    for _ in range(SUSPECT_FROM):
+        with any_vhost.connect() as connection:
+            connection.channel().basic_get("orders")
+    down = RedisStore("redis://127.0.0.1:1")
+    handler = Handler()
+    for _ in range(4):
+        with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(2), idempotency=down) as consumer:
+            wait_until(lambda now=consumer: now.statistics.store_failures, timeout=20, what="asked the store")
+    assert handler.begun == []
+    with Consumer(any_vhost.url, ORDERS, handler, retry=RetryPolicy(2), idempotency=MemoryStore()) as consumer:
+        handler.wait_done(1)
+        assert handler.attempts == [1]
+    assert not any(any_vhost.live_counts(["orders", "orders.quarantine", "orders.dead"]).values())
 
 
 @pytest.mark.parametrize(("given", "key"), [({"x-dead-letter-routing-key": "failed"}, "failed"), ({}, "orders")])

@@ -390,6 +390,7 @@ class ConsumerOptions:
                 )
             batcher = Batcher(self._batch_size, self._batch_wait)
         max_body, max_header = self._limits
+        queue, single_active = self._quarantine, self.single_active
         return ConsumerSession(
             queue=self.queue_name,
             retry=self._retry,
@@ -406,12 +407,12 @@ class ConsumerOptions:
             kill_switch=None if self._kill_switch is None else KillSwitchMonitor(self._kill_switch),
             consumer_timeout=self.consumer_timeout,
             grouped=self.store is not None,
-            quarantine=None if self._quarantine is None else Quarantine(self._quarantine, self.quarantine_tag),
+            quarantine=None if queue is None else Quarantine(queue, self.quarantine_tag, single_active=single_active),
             lifecycle=ConsumerLifecycle(
                 consumer_tag=self.name,
                 prefetch=self.prefetch,
                 stop_timeout=self.stop_timeout,
-                single_active=self.single_active,
+                single_active=single_active,
                 subscribes=self._pushed,
             ),
         )

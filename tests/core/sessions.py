@@ -133,7 +133,11 @@ def make(
         batcher=None if batch is None else Batcher(*batch),
         max_body_bytes=max_body_bytes,
         delay_queues=DelayQueues("orders", policy) if queues else None,
-        quarantine=CheckedQuarantine(Quarantine.of(Queue("orders")), ISOLATED) if quarantine else None,
+        quarantine=(
+            CheckedQuarantine(Quarantine.of(Queue("orders")), ISOLATED, single_active=single_active)
+            if quarantine
+            else None
+        ),
         broker_retries=broker_retries,
         kill_switch=None if kill_switch is None else CheckedKillSwitch(kill_switch),
         consumer_timeout=consumer_timeout,

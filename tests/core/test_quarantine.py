@@ -18,6 +18,7 @@ from reliable_mq import (
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.handler import Skipped, SkipReason
 from reliable_mq.core.consumer.quarantine import AFTER, TRANSITIONS, Quarantine, returns
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
@@ -66,6 +67,15 @@ def isolated(
 def suspect(session: SteppedSession, tag: int = 1) -> RepublishRequest:
     assert deliver(session, [back(2, tag)]) == []
     return only_republish(session)
+
+
+def republished(session: SteppedSession, tag: int = 1) -> RepublishRequest:
+    """Move a message to quarantine that every consumer suspects."""
+    assert deliver(session, [back(10, tag)]) == []
+    republish = only_republish(session)
+    session.published(republish, None, 0.0)
+    session.take_output(0.0)
+    return republish
 
 
 def moved(session: SteppedSession, tag: int = 1) -> RepublishRequest:
@@ -418,7 +428,11 @@ def test_after_a_cancel_the_other_subscription_gets_no_requeue(cancelled: str, o
         session.stop()
     session.delivered([late], 0.0)
     session.oversized(oversized, 2**30, 0.0)
-    assert session.take_output(0.0) == encode_nack(CHANNEL, 3, multiple=False, requeue=True)
+    if cancelled == "ctag":
+        assert session.take_output(0.0) == encode_nack(CHANNEL, 3, multiple=False, requeue=True)
+    else:
+        assert session.take_output(0.0) == b""
+        assert only_republish(session).delivery is of_the_cancelled
 
 
 def test_a_failure_in_quarantine_is_delayed_and_comes_back_there() -> None:
@@ -447,13 +461,102 @@ def test_what_fails_there_and_is_held_is_handed_out_there_again() -> None:
     assert session.take_isolated() == [item]
 
 
-def test_it_is_requeued_when_the_session_stops() -> None:
+def given_back(session: SteppedSession, error: Exception | None = None) -> RepublishRequest:
+    """Return the copy of a delivery from quarantine that is given back, after its publish."""
+    assert session.take_isolated() == []
+    assert session.take_output(0.0) == b""
+    copy = only_republish(session)
+    assert (copy.routing_key, copy.purpose) == ("orders.quarantine", RepublishReason.QUARANTINE)
+    session.published(copy, error, 0.0)
+    return copy
+
+
+def test_a_stop_publishes_it_again_without_a_return() -> None:
+    """The broker would count the return, though no handler had the message."""
     session = subscribed()
     session.delivered([isolated(moved(session), 2)], 0.0)
     session.stop()
+    copy = given_back(session)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
+    assert (session.statistics.requeued, session.statistics.quarantined) == (1, 1)
+    assert session.drained
+    later = subscribed()
+    later.delivered([isolated(copy)], 0.0)
+    assert [item.attempt for item in later.take_isolated()] == [1]
+
+
+def test_a_stop_keeps_the_attempts_of_one_waiting_for_its_store() -> None:
+    session = subscribed(retry=RetryPolicy(3, delays=(0,)))
+    session.delivered([isolated(moved(session), 2, returned=1)], 0.0)
+    session.tick(0.0)
+    [item] = session.take_isolated()
+    session.finished([Skipped(item, SkipReason.STORE_FAILED, "down")], 0.0)
     assert session.take_isolated() == []
-    assert session.take_output(0.0)
-    assert session.statistics.requeued == 1
+    session.stop()
+    copy = given_back(session)
+    later = subscribed()
+    later.delivered([isolated(copy)], 0.0)
+    assert [item.attempt for item in later.take_isolated()] == [2]
+
+
+def test_one_that_comes_in_a_stop_has_attempts_by_its_returns() -> None:
+    session = subscribed(queues=True)
+    first = moved(session)
+    session.stop()
+    session.delivered([isolated(first, 2, returned=1)], 0.0)
+    delayed = only_republish(session)
+    assert (delayed.routing_key, delayed.purpose) == ("orders.retry.1000", RepublishReason.RETRY)
+    later, again = subscribed(queues=True), waited(delayed.properties)
+    again._delivery_tag = 1
+    assert deliver(later, [again]) == []
+    assert only_republish(later).delivery.attempt == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RETURNED,
+        PublishNacked("nacked"),
+        PublishBlocked("blocked"),
+        PublishRefused("too large", reply_code=406, reply_text="PRECONDITION_FAILED"),
+    ],
+)
+def test_a_stop_requeues_what_it_cannot_publish_again(error: Exception) -> None:
+    session = subscribed()
+    session.delivered([isolated(moved(session), 2)], 0.0)
+    session.stop()
+    given_back(session, error)
+    assert session.take_output(0.0) == encode_nack(CHANNEL, 2, multiple=False, requeue=True)
+    assert session.take_republishes() == []
+    assert session.drained
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_the_active_consumer_gives_back_through_a_delay_queue(queues: bool) -> None:
+    """Its subscription to quarantine goes on, and would get the copy at once. Without delays it is kept unacked."""
+    session = subscribed(queues=queues, single_active=True)
+    session.delivered([isolated(republished(session), 2)], 0.0)
+    session.stop(keep=True)
+    assert session.take_isolated() == []
+    assert session.take_output(0.0) == b""
+    copies = session.take_republishes()
+    assert [(copy.routing_key, copy.purpose) for copy in copies] == (
+        [("orders.retry.1000", RepublishReason.RETRY)] if queues else []
+    )
+
+
+def test_the_end_publishes_nothing() -> None:
+    session = subscribed()
+    session.delivered([isolated(moved(session), 2)], 0.0)
+    session.end()
+    assert session.take_republishes() == []
+
+
+@pytest.mark.parametrize(("count", "suspect"), [(2, False), (9, False), (10, True)])
+def test_a_single_active_consumer_suspects_after_many_returns(count: int, suspect: bool) -> None:
+    """Each of its regular restarts closes the channel with unacked deliveries, like a crash."""
+    session = make(quarantine=True, single_active=True)
+    assert bool(deliver(session, [back(count)])) != suspect
 
 
 def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:

@@ -141,7 +141,10 @@ class OutcomeHandler:
                 self._statistics.dead_lettered += finished
                 self._settlement.attempts.forget(delivery)
             elif self._quarantine is not None and republish.queue is self._quarantine.queue:
-                self._statistics.quarantined += finished
+                if self.in_quarantine(delivery):
+                    self._statistics.requeued += finished
+                else:
+                    self._statistics.quarantined += finished
             else:
                 self._statistics.delayed += finished
 
@@ -339,6 +342,9 @@ class OutcomeHandler:
         delivery = republish.delivery
         self._statistics.republish_failed += 1
         self._settlement.log(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
+        if republish.purpose is RepublishReason.QUARANTINE and self.in_quarantine(delivery):  # it was given back
+            self._settlement.requeue([delivery])
+            return
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # for example, too large with our headers
         blocked = isinstance(error, PublishBlocked)
         if republish.purpose is RepublishReason.DEAD_LETTER:
@@ -399,11 +405,12 @@ class OutcomeHandler:
     def _cancelled(self, delivery: Delivery, detail: str, now: float) -> None:
         """Requeue a delivery, or hold a redelivered one, which might return at once."""
         self._settlement.log(LogEventKind.CANCELLED, delivery, detail)
-        if delivery.redelivered or self._settlement.stream_offset is not None:
+        again = delivery.redelivered or self.in_quarantine(delivery)
+        if again or self._settlement.stream_offset is not None:
             delivery.redelivered = True
             self._settlement.hold(delivery, now + self._claim_wait)
         else:
-            self._settlement.requeue([delivery])
+            self._settlement.return_unhandled([delivery])
 
     def _remember(self, delivery: Delivery, failure: Failure) -> AttemptHistory:
         self._statistics.failed += 1

@@ -12,7 +12,12 @@ is then dead-lettered. Its neighbours are dispatched twice beside it, and after 
 From 4.3 on, deliveries that a stopping consumer requeues, or that the consumer timeout takes back, are only counted in
 ``x-acquired-count``, which counts every return. A process that has seen such a timeout suspects them equally soon. For
 other processes it takes more than a few restarts. Up to 4.2 there is one count of all returns, so two restarts count
-as two crashes.
+as two crashes. The only active consumer of a queue requeues nothing when it stops, because the next one would begin
+with later messages. It closes its channel, which counts as a crash. So on such a queue, crashes are only counted among
+all returns.
+
+A delivery from quarantine that no handler has begun with is published to quarantine again when its consumer stops, so
+that no return is counted for it.
 
 Invariants:
 
@@ -74,15 +79,22 @@ del _S
 
 
 class Quarantine:
-    """The evidence against the messages of a queue. Not thread-safe."""
+    """The evidence against the messages of a queue. Not thread-safe.
 
-    def __init__(self, queue: Queue, consumer_tag: str) -> None:
+    Args:
+        queue: The quarantine queue.
+        consumer_tag: The tag of its subscription.
+        single_active: Whether one consumer of the queue is active at a time.
+    """
+
+    def __init__(self, queue: Queue, consumer_tag: str, *, single_active: bool = False) -> None:
         self.queue = queue
         self.consumer_tag = consumer_tag
         #: Channels that this process has lost and survived, except over the consumer timeout.
         self.losses = 0
         #: Channels that it has lost and survived after a delivery from quarantine, unless that delivery timed out.
         self.forgiven = 0
+        self._single_active = single_active
         self.state = QuarantineState.NO_CHANNEL
         self.deadline: float | None = None  # when WAITING ends; None if unknown
         self._timed_out = False  # whether this process has seen the consumer timeout take a delivery back
@@ -167,7 +179,7 @@ class Quarantine:
         """Return whether to move a delivery of the queue to quarantine."""
         if not delivery.redelivered:
             return False
-        if _crashes(delivery) >= SUSPECT_FROM + self.losses:
+        if _crashes(delivery) >= SUSPECT_FROM + self.losses and not self._single_active:
             return True
         return returns(delivery) >= (SUSPECT_FROM if self._timed_out else SUSPECT_FROM_ANY) + self.losses
 

@@ -133,6 +133,7 @@ class ConsumerSession:
             delay_queues=delay_queues,
             stream_offset=stream_offset,
             lifecycle=self.lifecycle,
+            quarantine=quarantine,
         )
         self._acks = self._settlement.acks
         self.automatic: Final = acks is None  # the broker acks each delivery as it sends it
@@ -187,9 +188,7 @@ class ConsumerSession:
         if self.automatic:
             self.statistics.redelivered += sum(delivery.redelivered for delivery in deliveries)
         elif not self.lifecycle.consuming:
-            if self._quarantine is not None and any(map(self._quarantine.has, deliveries)):
-                self._quarantine.received()
-            self._settlement.requeue(deliveries)
+            self._return_late(deliveries, now)
             return
         elif not self._admission.plain(deliveries):
             deliveries = [delivery for delivery in deliveries if self._admit(delivery, now)]
@@ -281,7 +280,7 @@ class ConsumerSession:
     def recalled(self, deliveries: Sequence[Delivery]) -> None:
         """Requeue dispatched deliveries that no handler has begun with or will."""
         self._running -= len(deliveries)
-        self._settlement.requeue(self._outcomes.still_running(deliveries))
+        self._settlement.return_unhandled(self._outcomes.still_running(deliveries))
 
     def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
         """Queue dispatched deliveries again that no handler has begun with."""
@@ -290,7 +289,7 @@ class ConsumerSession:
         if self.lifecycle.consuming:
             self._dispatcher.put_back(current, now)
         else:
-            self._settlement.requeue(current)
+            self._settlement.return_unhandled(current)
 
     def published(self, republish: RepublishRequest, error: ReliableMQError | None, now: float) -> None:
         """Apply the outcome of a publish, which is confirmed if ``error`` is None."""
@@ -535,6 +534,13 @@ class ConsumerSession:
             return True
         return False
 
+    def _return_late(self, deliveries: list[Delivery], now: float) -> None:
+        """Return deliveries that come in a stop; one from quarantine is checked first."""
+        quarantine = self._quarantine
+        if quarantine is not None:
+            deliveries = [one for one in deliveries if not quarantine.has(one) or self._admit(one, now)]
+        self._settlement.return_unhandled(deliveries)
+
     def _move_to_quarantine(self, delivery: Delivery, result: AdmissionResult) -> bool:
         """Move a suspect to quarantine. Return False if it is none, or cannot be moved."""
         quarantine = self._quarantine
@@ -556,7 +562,7 @@ class ConsumerSession:
     def _end_subscription(self) -> None:
         if self._quarantine is not None:
             self._quarantine.ended()
-        self._settlement.requeue(self._take_queued())
+        self._settlement.return_unhandled(self._take_queued())
 
     def _take_queued(self) -> list[Delivery]:
         """Take all deliveries that wait to be dispatched or to be published again."""

@@ -27,6 +27,7 @@ from reliable_mq.codec import encode_ack, encode_nack, encode_reject
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.attempts import AttemptTracker
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_name
+from reliable_mq.core.consumer.lifecycle import ConsumerState
 from reliable_mq.core.headers import trace_ids
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.acks import Frames, StreamOffset
     from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
+    from reliable_mq.core.consumer.quarantine import Quarantine
     from reliable_mq.core.retry.dead_letters import DeadLetters
     from reliable_mq.core.retry.delay_queues import DelayQueues
     from reliable_mq.core.statistics import ConsumerStatistics
@@ -228,6 +230,7 @@ class LogEventKind(enum.Enum):
     DROPPED = "failed, and acknowledged automatically"
 
 
+_BACK_TO_QUARANTINE: Final = 1.0  # seconds, while the subscription of quarantine goes on
 _FINISHED: Final = DeliveryState.FINISHED  # a global is looked up faster than a member of an enum
 #: After these events no consumer has the message any more, and operators look for the reason in the log.
 _LAST: Final = frozenset({LogEventKind.DEAD_LETTERED, LogEventKind.REJECTED})
@@ -281,6 +284,7 @@ class Settlement:
         delay_queues: DelayQueues | None,
         stream_offset: StreamOffset | None,
         lifecycle: ConsumerLifecycle,
+        quarantine: Quarantine | None,
     ) -> None:
         self.automatic: Final = acks is None  # the broker forgets the deliveries that it sends
         self.acks: Final = acks or AckBatcher(ack_every=1, ack_interval=0.0, prefetch=0)
@@ -290,6 +294,7 @@ class Settlement:
         self.statistics: Final[ConsumerStatistics] = self.acks.statistics
         self.source: ChannelGeneration | None = None  # the open channel
         self._lifecycle = lifecycle
+        self._quarantine = quarantine
         self._log: list[LogEvent] = []
         self._held: list[tuple[float, int, Delivery | RepublishRequest]] = []
         self._order = itertools.count()  # breaks ties in _held
@@ -333,7 +338,9 @@ class Settlement:
         if self._lifecycle.consuming:
             delivery.state = DeliveryState.HELD
             heapq.heappush(self._held, (due, next(self._order), item))
-        else:
+        elif item is delivery:
+            self.return_unhandled([delivery])
+        else:  # its publish failed
             self.requeue([delivery])
 
     def due(self, now: float) -> Iterable[Delivery | RepublishRequest]:
@@ -367,6 +374,15 @@ class Settlement:
             self.log(LogEventKind.REJECTED, delivery, reason)
             self.attempts.forget(delivery)
 
+    def return_unhandled(self, deliveries: Iterable[Delivery]) -> None:
+        """Return deliveries that are with no handler.
+
+        One from quarantine is published there again, because the broker counts a requeue, as a failed attempt.
+        """
+        if self.source is not None and self._lifecycle.state is not ConsumerState.ENDED:
+            deliveries = [one for one in deliveries if not self._back_to_quarantine(one)]
+        self.requeue(deliveries)
+
     def requeue(self, deliveries: Iterable[Delivery]) -> None:
         """Requeue deliveries with the next output, since a late one takes fewer frames."""
         deliveries = list(deliveries)
@@ -376,6 +392,15 @@ class Settlement:
             keeps = self._lifecycle.keeps
             deliveries = [delivery for delivery in deliveries if not keeps(delivery.consumer_tag)]
             self._requeued += deliveries
+
+    def _back_to_quarantine(self, delivery: Delivery) -> bool:
+        """Publish a delivery from quarantine there again. Return False if it cannot."""
+        quarantine = self._quarantine
+        if quarantine is None or not quarantine.has(delivery):
+            return False
+        if self._lifecycle.keeps(delivery.consumer_tag):  # its subscription goes on, and would get the copy at once
+            return self.republish.delay(delivery, _BACK_TO_QUARANTINE, suspect=True)
+        return self.republish.quarantine(delivery, quarantine.queue)
 
     def log(self, kind: LogEventKind, delivery: Delivery | None, text: str) -> None:
         self._log.append(LogEvent(kind, delivery, text))
