@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -45,6 +46,7 @@ __all__ = ["outbox"]
 
 _ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
 _LEAVE: Final = 5.0  # seconds for a relay to stop; the other messages are left to another relay, or to its next start
+_AGAIN: Final = 1.0  # seconds from a signal that did not end a wait until the next try
 
 outbox = command_group("outbox", "Inspect an outbox, relay it, and retry or purge messages that were set aside.")
 
@@ -135,7 +137,14 @@ def relay(
     def stop(number: int, _frame: FrameType | None) -> None:
         received.put(number)
         if not waits_for_signals:
+            signal.signal(signal.SIGALRM, stop_again)
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
             raise _Stopped  # interrupts a wait for the database, the broker, or an empty outbox
+
+    def stop_again(_number: int, _frame: FrameType | None) -> None:
+        # Python drops an exception that is raised in a callback of a weak reference, as in an import, or in __del__.
+        if not waits_for_signals and not isinstance(sys.exc_info()[1], _Stopped):
+            raise _Stopped
 
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, stop)
@@ -160,6 +169,7 @@ def relay(
                 publisher.close(_LEAVE)
                 raise
     except _Stopped:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         number = received.get()
         in_order = not until_empty and number == signal.SIGTERM
         raise typer.Exit(0 if in_order else ended_by(number)) from None

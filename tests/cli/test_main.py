@@ -110,6 +110,28 @@ def test_a_relay_stopped_in_an_import_has_its_own_exit_status(tmp_path: Path) ->
     assert done.returncode == 143, done.stderr
 
 
+def test_a_signal_is_not_dropped_with_the_exception_of_a_callback(tmp_path: Path) -> None:
+    """Python drops what is raised in a callback of a weak reference, of which imports have many."""
+    code = """if True:
+        import signal, sys, time, weakref
+        from reliable_mq.cli import main, outbox
+        class Module: pass
+        def connect(*_, **__):
+            module = Module()
+            reference = weakref.ref(module, lambda _: signal.raise_signal(signal.SIGTERM))
+            del module
+            time.sleep(60)
+        outbox._connect = connect
+        sys.argv[1:] = ["outbox", "relay", "amqp://127.0.0.1:1", "outbox", "--create"]
+        sys.exit(main())
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Exception ignored" in done.stderr, "it was raised elsewhere"
+
+
 def test_an_error_of_ours_is_one_line_and_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
