@@ -178,6 +178,37 @@ def test_f69_a_stage_deleted_between_runs_is_not_silently_remade(vhost: VirtualH
     assert sorted(rows) == sorted(second)
 
 
+def test_f69_a_stage_that_another_query_remade_is_noticed_first(vhost: VirtualHost) -> None:
+    """The relay of the query would fill it beyond the position of the query."""
+    publish(vhost, 20)
+    _, at = ended(vhost, None)
+    vhost.delete_queue("orders.stage")
+    ended(vhost, None)
+    second = publish(vhost, 60)
+    for _ in range(2):
+        with pytest.raises(ConsumeError, match=r"stage 'orders\.stage' is gone"):
+            ended(vhost, at)
+    wait_until(lambda: ready(vhost) == 60, timeout=20, what="a queue that is as it was")
+    rows, _ = ended(vhost, at, failOnDataLoss="false")
+    assert sorted(rows) == sorted(second)
+
+
+def test_a_stage_deleted_under_a_query_is_named_with_the_way_on(vhost: VirtualHost) -> None:
+    publish(vhost, 20)
+    made = RabbitMQDataSource({"url": vhost.url, **STAGED})
+    source: Any = made.streamReader(made.schema())
+    try:
+        at = source.initialOffset()
+        begun = at
+        while at == begun:
+            at = source.latestOffset(begun, ReadMaxRows(1000))
+        vhost.delete_queue("orders.stage")
+        with pytest.raises(ConsumeError, match=r"stage 'orders\.stage' is gone: .*checkpointLocation"):
+            wait_until(lambda: source.latestOffset(at, ReadMaxRows(1000)) is None, timeout=60, what="the error")
+    finally:
+        source.stop()
+
+
 @pytest.mark.parametrize(("before", "after"), [("", "2"), ("2", ""), ("3", "2")])
 def test_a_stage_with_streams_unlike_the_checkpoints_is_refused(vhost: VirtualHost, before: str, after: str) -> None:
     """The query fails before it moves messages, and works with the old streams."""

@@ -7,13 +7,13 @@ The relay ends with the process, or before it.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.errors import ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StagedOptions
 from reliable_mq.spark.queue_source import on_termination
@@ -47,8 +47,8 @@ class StagedSource(StreamSource):
     rows, and no row passes through the driver. At the end of a query the relay acks the messages that the stage has
     confirmed.
 
-    A stage that the query has read must exist before the relay begins. The relay therefore waits until Spark has
-    reported the position of the query.
+    A stage that the query has read must exist, and reach the position of the query, before the relay begins. The relay
+    therefore waits until Spark has reported this position.
     """
 
     def __init__(self, options: StagedOptions, names: Sequence[str]) -> None:
@@ -83,7 +83,12 @@ class StagedSource(StreamSource):
         if self._moves_first:
             self._move_ready(relay)
             self._moves_first = False
-        planned = super().latestOffset(start, limit)
+        try:
+            planned = super().latestOffset(start, limit)
+        except TopologyMismatch as error:
+            if self._relay_options is None:
+                raise
+            raise _is_gone(self._relay_options.stage) from error
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_EVERY:
             self._looked_at = now
@@ -176,14 +181,15 @@ class StagedSource(StreamSource):
                 "give a stage of another name, and a checkpointLocation of its own. With failOnDataLoss=false what was "
                 "not read is left out"
             )
-        gone = self._planner.missing([name for name in options.streams if name in position], _DECLARED)
+        read = {name: position[name] for name in options.streams if name in position}
+        gone = self._planner.missing(read, _DECLARED)
         if gone and not lenient:
-            raise ConsumeError(
-                f"stage {options.stage!r} is gone: {', '.join(gone)} was deleted after the query had read it, and "
-                "messages that it had not read are lost. Give the query a checkpointLocation of its own, or set "
-                "failOnDataLoss to false: either makes the stage anew, and reads it from its beginning"
-            )
-        self._planner.begin_anew(gone)
+            raise _is_gone(options.stage, gone)
+        # The relay would fill a stage that something else has declared again, until no offset shows it any more.
+        shorter = self._planner.shorter({name: at for name, at in read.items() if name not in gone})
+        if shorter and not lenient:
+            raise _is_gone(options.stage, shorter)
+        self._planner.begin_anew([*gone, *shorter])
 
     def _check_partitions(self, options: StageOptions) -> None:
         """Refuse a stage with more partitions, which the query would not read."""
@@ -246,3 +252,12 @@ class StagedSource(StreamSource):
             if self._planner.is_older(name, at, age):
                 return f"the oldest unread one is older than {age:.0f} s, and stageRetention is {limits.retention}"
         return f"it begins at offset {first}" if first and at - first < _NEAR * (end - first) else None
+
+
+def _is_gone(stage: str, streams: Iterable[str] = ()) -> ConsumeError:
+    named = ", ".join(streams) or "a stream of it"
+    return ConsumeError(
+        f"stage {stage!r} is gone: {named} was deleted after the query had read it, and messages that it had not read "
+        "are lost. Give the query a checkpointLocation of its own, or set failOnDataLoss to false and start it again: "
+        "either makes the stage anew, and reads it from its beginning"
+    )

@@ -275,6 +275,15 @@ class _Planner:
                     raise
             threading.Event().wait(_AWAY)
 
+    def shorter(self, positions: Mapping[str, int]) -> list[str]:
+        """Return the streams that end before these positions of a query.
+
+        Raises:
+            BrokerUnavailable: If only the replica that is read ends before a position, or the connection is lost.
+        """
+        read = {name: position for name, position in positions.items() if position}
+        return [name for name, position in read.items() if self._newest(name, 0, position) < position - 1]
+
     def begin_anew(self, names: Iterable[str]) -> None:
         """Record streams that are created again, so that old positions are invalid."""
         self._anew = frozenset(names)

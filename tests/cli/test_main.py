@@ -110,7 +110,7 @@ def test_a_relay_stopped_in_an_import_has_its_own_exit_status(tmp_path: Path) ->
     assert done.returncode == 143, done.stderr
 
 
-def test_a_signal_is_not_dropped_with_the_exception_of_a_callback(tmp_path: Path) -> None:
+def test_a_signal_is_not_lost_with_an_exception_in_a_callback(tmp_path: Path) -> None:
     """Python drops what is raised in a callback of a weak reference, of which imports have many."""
     code = """if True:
         import signal, sys, time, weakref
