@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine, delete, event, select, text
 
+from integration.support.lossy import LossyProxy
 from integration.support.programs import environment, faketime, output_of
 from integration.support.seeds import soak_seeds, soaking
-from reliable_mq import Message
+from reliable_mq import Message, OutboxError
 from reliable_mq.core.outbox import RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.outbox.sqlalchemy_table import database_time
@@ -108,6 +110,42 @@ def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) ->
             taken = pool.submit(take, claims).result(10)
     assert [row.message.body for row in taken] == [b"b", b"d", b"e"]
     assert [row.message.body for row in take(claims)] == [b"a", b"c", b"0", b"1"]
+
+
+@pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])
+def test_a_relay_takes_rows_again_whose_claim_may_be_committed(database: Callable[[str], Database], kind: str) -> None:
+    """The reply to the COMMIT is lost. The rows do not wait for the end of their lease, which others respect."""
+    server, armed, claimed = database(kind), threading.Event(), threading.Event()
+
+    def loses(data: bytes) -> bool:
+        if armed.is_set() and b"claimed_by=" in data:
+            claimed.set()
+        if not (claimed.is_set() and b"COMMIT" in data):
+            return False
+        armed.clear()
+        claimed.clear()
+        return True
+
+    direct = create_engine(server.fresh())
+    with (
+        TableOutbox(direct) as table,
+        LossyProxy(server.port, loses) as proxy,
+    ):
+        engine = create_engine(direct.url.set(port=proxy.port))
+        store(table.outbox, "warm", "a", "b")
+        store(table.outbox, "0", "1", key="key")
+        claims, others = SQLAlchemyOutbox(engine).claims(), table.outbox.claims()
+        take(claims, 1)
+        armed.set()
+        with pytest.raises(OutboxError, match="taking rows failed"):
+            take(claims)
+        assert proxy.lost == 1
+        assert take(others) == []
+        rows = take(claims)
+        assert [row.message.body for row in rows] == [b"a", b"b", b"0", b"1"]
+        assert take(claims) == []
+        engine.dispose()
+    direct.dispose()
 
 
 def test_f45_outbox_leases_and_delays_ignore_the_wall_clock(

@@ -42,6 +42,7 @@ from reliable_mq.core.outbox import (
     UnreadableRow,
     row_from,
 )
+from reliable_mq.errors import OutboxError
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlalchemy_table import (
@@ -95,6 +96,8 @@ class SQLAlchemyRowLeases:
         self._average: float | None = None  # average size of a row's body, in bytes
         self._last_key: str | None = None  # keys up to this one were read
         self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; a row may be retaken before its outcome is known
+        #: Names of claims that failed but may be committed, and when their leases end. Their rows are taken again.
+        self._doubted: dict[str, float] = {}
         self._unpublished: set[int] = set()  # ids of taken rows that are returned unpublished, until that is written
 
     def take(self, limit: int, retries: int | None = None) -> RowBatch:
@@ -103,7 +106,15 @@ class SQLAlchemyRowLeases:
         most = limit if retries is None else min(retries, limit)
         began = time.monotonic()
         renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
-        rows: list[Row[Any]] = self._run(lambda connection: self._claim(connection, limit, most, renews), "taking rows")
+        self._doubted = {name: until for name, until in self._doubted.items() if began < until}
+        before = self._claims
+        try:
+            rows: list[Row[Any]] = self._run(
+                lambda connection: self._claim(connection, limit, most, renews), "taking rows"
+            )
+        except OutboxError:
+            self._doubted |= {self._name(number): began + self._lease for number in range(before + 1, self._claims + 1)}
+            raise
         if renews or not self._taken:
             self._renewed_at = began
         taken = RowBatch([], [])
@@ -356,7 +367,10 @@ class SQLAlchemyRowLeases:
 
     @property
     def _claim_name(self) -> str:
-        return f"{self.owner}.{self._claims}"
+        return self._name(self._claims)
+
+    def _name(self, claim: int) -> str:
+        return f"{self.owner}.{claim}"
 
     def _ours(self) -> ColumnElement[bool]:
         return self._table.c.claimed_by.startswith(f"{self.owner}.")
@@ -364,6 +378,8 @@ class SQLAlchemyRowLeases:
     def _due(self, now: float) -> ColumnElement[bool]:
         columns = self._table.c
         free = columns.claimed_until <= now
+        if self._doubted:
+            free = or_(free, columns.claimed_by.in_(sorted(self._doubted)))
         if self._boot:
             free = or_(free, ~columns.claimed_by.startswith(self._boot))
         return and_(
