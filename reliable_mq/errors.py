@@ -269,7 +269,8 @@ class OutboxError(PublishError):
 
     def of(self, what: str, message_id: str) -> OutboxError:
         """Return a copy for one message: raising one error again adds to its traceback."""
-        own = OutboxError(f"{what} was not stored: {self}", message_id=message_id)
+        stored = "may not be stored" if self.may_have_arrived else "was not stored"
+        own = OutboxError(f"{what} {stored}: {self}", message_id=message_id)
         own.may_have_arrived = self.may_have_arrived
         own.__cause__ = self.__cause__
         return own

@@ -65,3 +65,10 @@ def test_the_text_of_an_error_has_nothing_that_does_not_print() -> None:
     error = errors.BrokerUnavailable("refused: é\n\x1b[2J\udcff")
     assert str(error) == "refused: é\\n\\x1b[2J\\udcff"
     assert str(errors.BrokerUnavailable("refused: é")) == "refused: é"
+
+
+@pytest.mark.parametrize(("may_have_arrived", "said"), [(False, "was not stored"), (True, "may not be stored")])
+def test_an_outbox_error_says_whether_it_is_certain(may_have_arrived: bool, said: str) -> None:
+    error = errors.OutboxError("writing failed")
+    error.may_have_arrived = may_have_arrived
+    assert str(error.of("message m1", "m1")) == f"message m1 {said}: writing failed"

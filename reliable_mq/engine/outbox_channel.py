@@ -406,7 +406,8 @@ class BaseOutboxChannel(BaseChannel[C]):
 
     def _log_failures(self, count: int, error: OutboxError) -> None:
         if due := self._failure_log.count(count):
-            logger.error("%d messages were not stored: %s", due, error)
+            not_stored = "may not be stored" if error.may_have_arrived else "were not stored"
+            logger.error("%d messages %s: %s", due, not_stored, error)
 
     def _log_left(self, left: int) -> None:
         if left and not self._left_logged:
