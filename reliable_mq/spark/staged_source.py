@@ -186,7 +186,7 @@ class StagedSource(StreamSource):
         if gone and not lenient:
             raise _is_gone(options.stage, gone)
         # The relay would fill a stage that something else has declared again, until no offset shows it any more.
-        shorter = self._planner.shorter({name: at for name, at in read.items() if name not in gone})
+        shorter = self._planner.shorter({name: at for name, at in read.items() if name not in gone}, _DECLARED)
         if shorter and not lenient:
             raise _is_gone(options.stage, shorter)
         self._planner.begin_anew([*gone, *shorter])

@@ -265,24 +265,28 @@ class _Planner:
         Raises:
             BrokerUnavailable: If the broker could not be queried within ``timeout`` seconds, or the error is permanent.
         """
+        names = list(names)
+        return self._once_reached(lambda: [name for name in names if not exists(self._connected(), name)], timeout)
+
+    def shorter(self, positions: Mapping[str, int], timeout: float) -> list[str]:
+        """Return the streams that end before these positions of a query.
+
+        Waits like `missing`, also while only the replica that is read ends before a position. Raises the same errors.
+        """
+        read = {name: position for name, position in positions.items() if position}
+        return self._once_reached(
+            lambda: [name for name, position in read.items() if self._newest(name, 0, position) < position - 1], timeout
+        )
+
+    def _once_reached(self, look: Callable[[], list[str]], timeout: float) -> list[str]:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                channel = self._connected()
-                return [name for name in names if not exists(channel, name)]
+                return look()
             except BrokerUnavailable as error:
                 if error.permanent or time.monotonic() >= deadline:
                     raise
             threading.Event().wait(_AWAY)
-
-    def shorter(self, positions: Mapping[str, int]) -> list[str]:
-        """Return the streams that end before these positions of a query.
-
-        Raises:
-            BrokerUnavailable: If only the replica that is read ends before a position, or the connection is lost.
-        """
-        read = {name: position for name, position in positions.items() if position}
-        return [name for name, position in read.items() if self._newest(name, 0, position) < position - 1]
 
     def begin_anew(self, names: Iterable[str]) -> None:
         """Record streams that are created again, so that old positions are invalid."""

@@ -342,7 +342,7 @@ class OutcomeHandler:
         delivery = republish.delivery
         self._statistics.republish_failed += 1
         self._settlement.log(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
-        if republish.purpose is RepublishReason.QUARANTINE and self.in_quarantine(delivery):  # it was given back
+        if republish.purpose is RepublishReason.QUARANTINE and self.in_quarantine(delivery):  # it is returned
             self._settlement.requeue([delivery])
             return
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # for example, too large with our headers
