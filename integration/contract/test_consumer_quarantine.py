@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pytest
 
 from integration.programs.killed_by_messages import LEASE
-from integration.support.consuming import Gate, Handler, dead_letters, send
+from integration.support.consuming import Gate, Handler, dead_letters, restarted, send
 from integration.support.killed import Killed, Settings
 from reliable_mq import Binding, Consumer, DeadLetter, Exchange, Message, Publisher, Queue, RetryPolicy
 from reliable_mq.core.consumer.quarantine import AFTER, SUSPECT_FROM
@@ -74,17 +74,7 @@ def test_restarts_in_good_order_are_no_crashes(any_vhost: VirtualHost, consumer_
     declare(any_vhost)
     bodies = [b"%d" % number for number in range(30)]
     send(any_vhost, "orders", [Message(body) for body in bodies])
-    handled: list[bytes] = []
-    for _ in range(2 if counted else 4):
-        with Gate() as gate:
-            handler = Handler(then=gate)
-            with Consumer(any_vhost.url, ORDERS, handler) as consumer:
-                wait_until(lambda now=consumer: now.statistics.delivered >= 10, timeout=20, what="delivered")
-                handler.wait_begun(1)
-                consumer.stop()
-                wait_until(lambda now=consumer: not now.connected, timeout=20, what="stopping")
-                gate.open()
-        handled += handler.bodies
+    handled = restarted(Consumer, any_vhost.url, ORDERS, 2 if counted else 4)
     handler = Handler()
     with Consumer(any_vhost.url, ORDERS, handler) as consumer:
         wait_until(lambda: set(handled + handler.bodies) == set(bodies), timeout=20, what="handled")

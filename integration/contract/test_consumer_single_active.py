@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from integration.support.consuming import Gate, Handler, consumers, numbered, publish
+from integration.support.consuming import Gate, Handler, consumers, numbered, publish, restarted
 from reliable_mq import Consumer, Publisher, Queue
 from reliable_mq.testing.waiting import wait_until
 
@@ -103,19 +103,10 @@ def test_when_the_active_one_stops_the_next_goes_on_in_order(any_vhost: VirtualH
 def test_the_order_survives_one_restart_after_the_other(any_vhost: VirtualHost) -> None:
     """Messages that were prefetched by each are not taken for suspects, which are handled out of order."""
     orders = Queue("orders", single_active_consumer=True)
-    handled: list[bytes] = []
     with Publisher(any_vhost.url, topology=[orders]) as publisher:
         publisher.connect()
     publish(any_vhost, "orders", numbered(30))
-    for _ in range(4):
-        with Gate() as gate:
-            handler = Handler(then=gate)
-            with Consumer(any_vhost.url, orders, handler) as consumer:
-                wait_until(lambda now=consumer: now.statistics.delivered >= 10, timeout=20, what="prefetched")
-                handler.wait_begun(1)
-                consumer.stop()
-                gate.open()
-        handled += handler.bodies
+    handled = restarted(Consumer, any_vhost.url, orders, 4)
     handler = Handler()
     with Consumer(any_vhost.url, orders, handler) as consumer:
         handler.wait_done(30 - len(handled))

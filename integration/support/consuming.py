@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 from reliable_mq import Message, Publisher
+from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from reliable_mq import Consumer, Delivery, ReliableMQError
+    from reliable_mq import Consumer, Delivery, Queue, ReliableMQError
     from reliable_mq.testing import VirtualHost
     from reliable_mq.testing.audit import Audit
 
@@ -165,6 +166,25 @@ class Gate:
 
     def __exit__(self, *exc_info: object) -> None:
         self.open()
+
+
+def restarted(kind: type[Consumer], url: str, queue: Queue, times: int) -> list[bytes]:
+    """Run consumers one after the other, each stopped in its first handler. Return the handled bodies.
+
+    Each has prefetched at least ten messages. ``kind`` is the class of the consumers.
+    """
+    handled: list[bytes] = []
+    for _ in range(times):
+        with Gate() as gate:
+            handler = Handler(then=gate)
+            with kind(url, queue, handler) as consumer:
+                wait_until(lambda now=consumer: now.statistics.delivered >= 10, timeout=20, what="delivered")
+                handler.wait_begun(1)
+                consumer.stop()
+                wait_until(lambda now=consumer: not now.connected, timeout=20, what="stopping")
+                gate.open()
+        handled += handler.bodies
+    return handled
 
 
 class Running:

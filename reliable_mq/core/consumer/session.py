@@ -536,9 +536,8 @@ class ConsumerSession:
 
     def _return_late(self, deliveries: list[Delivery], now: float) -> None:
         """Return deliveries that come in a stop; one from quarantine is checked first."""
-        quarantine = self._quarantine
-        if quarantine is not None:
-            deliveries = [one for one in deliveries if not quarantine.has(one) or self._admit(one, now)]
+        in_quarantine = self._outcomes.in_quarantine
+        deliveries = [one for one in deliveries if not in_quarantine(one) or self._admit(one, now)]
         self._settlement.return_unhandled(deliveries)
 
     def _move_to_quarantine(self, delivery: Delivery, result: AdmissionResult) -> bool:
