@@ -156,9 +156,14 @@ def test_f41_with_the_store_dead_nothing_is_handled_or_acked(
         gate.open()
         wait_until(lambda: consumer.statistics.store_failures > failures, timeout=30, what="a completion has failed")
         assert (len(handler.begun), consumer.statistics.acked) == (51, 50)
+        health = consumer.health()
+        assert health.live
+        assert not health.ready
+        assert health.reason.startswith("its idempotency store fails: ")
         server.start()
         handler.wait_done(101)
         wait_until(lambda: consumer.statistics.acked == 101, timeout=30, what="all acked")
+        assert consumer.health().ready
         assert consumer.statistics.failed == 0, "a failure of the store is no attempt"
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     assert checker.close(effects_once=True).effects == 101

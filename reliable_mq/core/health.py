@@ -3,8 +3,8 @@
 The engine collects signs, and the functions here judge them. The three answers are separate, as their remedies differ:
 
 - Not live: only a new process helps. The event loop stalls or has ended, or the part has given up for good.
-- Not ready: the part works but cannot do its task now. It has no connection, or is blocked by the broker, paused or
-  stopping.
+- Not ready: the part works but cannot do its task now. It has no connection or no idempotency store, or is blocked by
+  the broker, paused or stopping.
 - Not progressing: the part has had work for a long time, and none of that work has ended.
 
 Invariants:
@@ -84,6 +84,7 @@ class ConsumerSigns(Signs):
 
     paused: bool = False  # whether the kill switch pauses it
     paused_at: float | None = None  # since when; None if it has just begun
+    store_failing: tuple[float, str] | None = None  # since when its idempotency store fails, and why
     #: The signs of the connection for retries and dead letters, whose work is unconfirmed messages. None before the
     #: first message.
     republisher: PublisherSigns | None = None
@@ -159,12 +160,19 @@ def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_
 
 
 def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:
-    problems = [] if signs.republisher is None else _of_republisher(signs.republisher, now, signs.holds_publishes)
+    problems: list[_Problem] = []
     if not signs.connected:
-        return problems if signs.given_up else [_not_connected(signs), *problems]
-    if signs.paused:
+        if not signs.given_up:
+            problems.append(_not_connected(signs))
+    elif signs.paused:
         since = now if signs.paused_at is None else signs.paused_at
-        return [_Problem("paused by the kill switch: its handlers fail", since, progressing=False), *problems]
+        problems.append(_Problem("paused by the kill switch: its handlers fail", since, progressing=False))
+    if signs.store_failing is not None:
+        since, why = signs.store_failing
+        progressing = now - since < signs.stuck_after
+        problems.append(_Problem(f"its idempotency store fails: {why}", since, progressing=progressing))
+    if signs.republisher is not None:
+        problems += _of_republisher(signs.republisher, now, signs.holds_publishes)
     return problems
 
 

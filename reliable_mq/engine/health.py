@@ -114,6 +114,7 @@ class ConsumerVitals:
             worked_at=self._worked_at,
             paused=session.paused,
             paused_at=self._paused_at,
+            store_failing=session.store_failing,
         )
 
 

@@ -13,15 +13,17 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reliable_mq import AsyncPublisher, KillSwitch, Message, Publisher, RetryPolicy
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from reliable_mq.health import Health
+    from reliable_mq.stores import Claim
     from tests.contract.scripted_broker import ScriptedBroker
 
 NewClient = "Callable[..., Any]"
@@ -333,6 +335,27 @@ def test_a_paused_consumer_is_not_ready(broker: ScriptedBroker, new_consumer: Ne
         health = wait_health(consumer, lambda health: not health.ready)
         assert states(health) == (True, False, False)
         assert "kill switch" in health.reason
+
+
+def test_a_consumer_is_not_ready_while_its_store_fails(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    class Store(MemoryStore):
+        down = True
+
+        def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            if self.down:
+                raise IdempotencyStoreError("no answer")
+            return super().claim_many(keys, lease)
+
+    store = Store()
+    with new_consumer(lambda _: None, idempotency=store) as consumer:
+        wait_health(consumer, lambda health: health.ready)
+        broker.consuming.deliver(b"claimed", message_id="1")
+        health = wait_health(consumer, lambda health: not health.ready)
+        assert states(health) == (True, False, True)
+        assert health.reason == "its idempotency store fails: IdempotencyStoreError: no answer"
+        assert states(consumer.health(stuck_after=1e-9)) == (True, False, False)
+        store.down = False
+        wait_health(consumer, lambda health: health.ready)
 
 
 def test_a_consumer_unable_to_publish_dead_letters_is_not_ready(

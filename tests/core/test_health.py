@@ -83,6 +83,15 @@ def test_a_paused_consumer_is_live_but_not_ready_or_progressing() -> None:
     assert judge(replace(CONSUMER, paused=True)).since == WALL_CLOCK
 
 
+def test_a_store_that_fails_makes_a_consumer_not_ready() -> None:
+    failing = replace(CONSUMER, store_failing=(NOW - 3, "TimeoutError: down"))
+    said = "its idempotency store fails: TimeoutError: down"
+    assert judge(failing) == Health(True, False, True, WALL_CLOCK - 3, said)
+    longer = replace(failing, store_failing=(NOW - CONSUMER.stuck_after, "TimeoutError: down"))
+    assert judge(longer) == Health(True, False, False, WALL_CLOCK - CONSUMER.stuck_after, said)
+    assert judge(replace(failing, paused=True)).reason.endswith(f"; {said}")
+
+
 def test_the_retry_connection_counts_while_retries_wait_for_it() -> None:
     away = replace(PUBLISHER, connected=False, changed_at=NOW - 5, disconnected_reason="refused")
     assert judge(replace(CONSUMER, republisher=away)) == WELL
