@@ -13,6 +13,7 @@ import docker
 import pika
 import pytest
 
+from reliable_mq import Message, Publisher, Queue
 from reliable_mq.errors import LabError, UsageError
 from reliable_mq.testing import RabbitMQCluster, wait_until
 
@@ -172,6 +173,21 @@ def test_a_node_that_lost_its_disk_gets_copies_of_every_queue(
     rabbitmq_cluster.heal()
     rabbitmq_cluster.transfer_leader("orders", node, orders.name)  # needs an up-to-date copy
     orders.wait_for_messages("orders", 2)
+
+
+@pytest.mark.soak
+def test_after_a_lost_disk_streams_survive_the_next_death(
+    rabbitmq_cluster: RabbitMQCluster, cluster_vhost: VirtualHost
+) -> None:
+    """The coordinator of streams has the node again, so that it keeps its majority."""
+    with Publisher(cluster_vhost.url, topology=[Queue("events", type="stream")], new_queue_grace=0) as publisher:
+        publisher.publish(Message(b"1"), routing_key="events")
+        leader = rabbitmq_cluster.leader_of("events", cluster_vhost.name)
+        node = next(node for node in rabbitmq_cluster.nodes if node is not leader)
+        rabbitmq_cluster.lose_disk(node)
+        rabbitmq_cluster.heal()
+        rabbitmq_cluster.leader_of("events", cluster_vhost.name).kill()
+        publisher.publish(Message(b"2"), routing_key="events", timeout=50)
 
 
 @pytest.fixture

@@ -84,13 +84,33 @@ end
 _MEMBERS_HERE: Final = "lists:sort(rabbit_nodes:list_running())"
 # Quorum queues that lose their majority if this node stops.
 _CRITICAL: Final = "[amqqueue:get_name(Q) || Q <- rabbit_quorum_queue:list_with_minimum_quorum()]"
-# The queues that got no replica. A queue that has one already is not changed.
+# The queues without a replica yet. A queue that has one already is not changed. The broker says that it has added a
+# replica to a stream while it still deletes the lost one, so the members of the stream decide.
 _ADD_REPLICAS: Final = """
 [Refused || {{_, {{error, _, _}}}} = Refused <- rabbit_quorum_queue:grow('{node}', <<".*">>, <<".*">>, all)] ++
-[{{Name, Refused}}
+[{{Name, rabbit_stream_queue:add_replica(VHost, Queue, '{node}')}}
  || Q <- rabbit_amqqueue:list(), amqqueue:get_type(Q) =:= rabbit_stream_queue,
-    {{resource, VHost, queue, Queue}} = Name <- [amqqueue:get_name(Q)],
-    {{error, _}} = Refused <- [rabbit_stream_queue:add_replica(VHost, Queue, '{node}')]]
+    not lists:member('{node}', maps:get(nodes, amqqueue:get_type_state(Q))),
+    {{resource, VHost, queue, Queue}} = Name <- [amqqueue:get_name(Q)]]
+"""
+# The leader of the coordinator adds a node at its next tick, which is done here at once. There is no coordinator before
+# the first stream.
+_COMPLETE_COORDINATOR: Final = """
+Name = rabbit_stream_coordinator,
+Nodes = rabbit_nodes:list_members(),
+case [Node || Node <- Nodes, is_pid(rpc:call(Node, erlang, whereis, [Name]))] of
+    [] -> <<"complete">>;
+    [Node | _] ->
+        case ra:members({Name, Node}, 1000) of
+            {ok, Members, _} when length(Members) =:= length(Nodes) -> <<"complete">>;
+            {ok, Members, Leader} ->
+                Tick = {Name, tick, [erlang:system_time(millisecond)]},
+                {ok, {_, Effects}, _} = ra:leader_query(Leader, Tick),
+                [ra:cast_aux_command(Leader, Command) || {aux, Command} <- Effects],
+                Members;
+            Other -> Other
+        end
+end
 """
 
 
@@ -310,14 +330,14 @@ class RabbitMQCluster:
         """Start dead nodes in parallel. Blocks until each node answers.
 
         A node that was the last of a majority to die may wait for another node, so start these together. A node that
-        lost its disk joins the cluster again, and gets a replica of every quorum queue and stream. The broker adds it
-        to the stream coordinator within about a minute.
+        lost its disk joins the cluster again, and gets a replica of every quorum queue and stream. It also joins the
+        stream coordinator, without which no stream gets another leader. The broker alone takes up to a minute for that.
 
         Args:
             nodes: The nodes to start, by default all dead nodes.
 
         Raises:
-            TimeoutError: If a node does not answer, or a queue gets no replica, within 180 s.
+            TimeoutError: If a node does not answer or join, or a queue gets no replica, within 180 s.
         """
         chosen = nodes or self.nodes
         dead = [node for node in chosen if node.status() == "exited"]
@@ -330,6 +350,7 @@ class RabbitMQCluster:
         self._drained.difference_update(dead)
         for node in lost:
             self._wait_for_members()
+            _complete_coordinator(node)
             _add_replicas(node)
             node.disk_lost = False
 
@@ -525,6 +546,18 @@ def _add_replicas(node: ClusterNode) -> None:
         return refused == "[]"
 
     wait_until(complete, timeout=_TIMEOUT, what=lambda: f"{node.name} has a replica of {refused}", interval=0.2)
+
+
+def _complete_coordinator(node: ClusterNode) -> None:
+    """Add a node to the stream coordinator. Blocks until each node of the cluster is a member."""
+    found = ""
+
+    def complete() -> bool:
+        nonlocal found
+        found = node.evaluate(_COMPLETE_COORDINATOR)
+        return found == "complete"
+
+    wait_until(complete, timeout=_TIMEOUT, what=lambda: f"a stream coordinator on every node: {found}", interval=0.2)
 
 
 def _evaluated(node: ClusterNode, expression: str) -> str:

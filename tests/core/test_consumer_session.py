@@ -10,7 +10,7 @@ import pytest
 from reliable_mq import ConfigurationError, ConsumeError, PublishNacked, PublishRefused, ReliableMQError, RetryLater
 from reliable_mq.codec import Properties, encode_ack, encode_nack, encode_reject
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import Failure, describe
+from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.publisher.window import CONTENT_TOO_LARGE
@@ -364,32 +364,6 @@ def test_a_store_that_fails_closed_is_asked_ever_more_slowly() -> None:
     assert session.take_output(now) == b""
     assert kinds(session) == [LogEventKind.STORE_FAILED] * 8
     assert (item.attempt, session.statistics.store_failures) == (1, 8)
-
-
-@pytest.mark.parametrize("answer", [None, SkipReason.DUPLICATE, SkipReason.IN_PROGRESS, failure()])
-def test_a_store_fails_from_its_first_failure_until_it_answers(answer: SkipReason | Failure | None) -> None:
-    session = make()
-    first, second = deliver(session, items(2))
-    assert session.store_failing is None
-    session.finished([Skipped(first, SkipReason.STORE_FAILED, "down")], 1.0)
-    session.finished([Skipped(second, SkipReason.STORE_FAILED, "slow")], 1.5)
-    assert session.store_failing == (1.0, "slow")
-    [item] = attempt_again(session, 2.0)
-    session.finished([Failed(item, failure(), detail="down")], 2.1)
-    assert session.store_failing == (1.0, "slow")
-    [item] = attempt_again(session, 2.5)
-    result = Skipped(item, answer) if isinstance(answer, SkipReason) else Failed(item, answer) if answer else item
-    session.finished([result], 2.6)
-    assert session.store_failing is None
-
-
-def test_a_lost_channel_ends_what_is_known_of_the_store() -> None:
-    """No delivery is left that would show that the store is back."""
-    session = make()
-    [item] = deliver(session, items(1))
-    session.finished([Skipped(item, SkipReason.STORE_FAILED, "down")], 1.0)
-    session.lost(1)
-    assert session.store_failing is None
 
 
 def test_attempts_counted_by_the_store_end_in_a_dead_letter() -> None:
