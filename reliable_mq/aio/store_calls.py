@@ -119,7 +119,11 @@ class BlockingStore:
 
     def _wait(self, question: Coroutine[Any, Any, T]) -> T:
         try:
-            return asyncio.run_coroutine_threadsafe(question, self._loop).result()
-        except (concurrent.futures.CancelledError, RuntimeError) as error:  # the loop is ending or closed
+            answer = asyncio.run_coroutine_threadsafe(question, self._loop)
+        except RuntimeError as error:  # the loop is closed
             question.close()
+            raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error
+        try:
+            return answer.result()
+        except concurrent.futures.CancelledError as error:  # the loop is ending
             raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error

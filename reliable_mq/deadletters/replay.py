@@ -387,6 +387,7 @@ class Replay:
             key=attrgetter("message_id"),
             lease=1.0,
             max_attempts=1,
+            clock=time.monotonic,
         )
         return claiming.key_of(message.delivery)
 

@@ -9,7 +9,8 @@ results of the others are settled meanwhile by another thread or task, which als
 that have not begun.
 
 Invariant: a group belongs to one epoch of the waiting work. Once the work was recalled, no further delivery of the
-group is started. The first of a group may always start. Deliveries that are put back come first again, in their order.
+group is started. Before that, the first of a group may always start. Deliveries that are put back come first again, in
+their order.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class ClaimBatcher:
     def may_begin(self, now: float) -> bool:
         """Whether the next of the group may start at ``now``. To be called once for each."""
         self._calls += 1
-        return self._calls == 1 or (self._epoch == self._waiting.epoch and now <= self._end)
+        return self._epoch == self._waiting.epoch and (self._calls == 1 or now <= self._end)
 
     def end(self, results: Sequence[Result]) -> tuple[Sequence[Result], list[Delivery]]:
         """End the group, and put back the deliveries that have not started.

@@ -347,7 +347,10 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
         Raises an error that further attempts cannot fix, or any error if ``required``.
         """
         error: ReliableMQError | None = yield subscription.wait_connected(self._options.settings.first_attempts_timeout)
-        if error is not None and (required or error is subscription.error):
+        if error is not None and error is subscription.error:
+            raise error
+        if error is not None and required:
+            self._check_startable(enter=False)  # it may have been stopped meanwhile
             raise error
 
     def _get(self, max_messages: int, timeout: Duration, taken: list[PulledDelivery]) -> Steps[None]:
@@ -391,12 +394,13 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
             if tracer is not None:
                 trace = tracer.traced_coroutine if is_coroutine_function(handler) else tracer.traced
                 handler = trace(handler, batch=options.batch)
+            subscription.claiming = options.new_claiming(time.monotonic)
             new_pool = partial(
                 self._pool_type(),
                 handler=handler,
                 batch=options.batch,
                 store=options.store,
-                claiming=options.new_claiming(),
+                claiming=subscription.claiming,
                 sink=subscription,
             )
             self._pools = (new_pool(name=options.name, count=options.concurrency),)

@@ -451,7 +451,7 @@ class ConsumerOptions:
 
         return ConsumerTracer(self.tracing, name=self.name, queue=self.queue_name, endpoints=self.settings.endpoints)
 
-    def new_claiming(self) -> ClaimPolicy | None:
+    def new_claiming(self, clock: Callable[[], float]) -> ClaimPolicy | None:
         """Return a new policy for claiming deliveries, or None without a store."""
         if self.store is None:
             return None
@@ -462,6 +462,7 @@ class ConsumerOptions:
             lease=self._lease,
             max_attempts=self._retry.max_attempts,
             transaction=getattr(self.store, "transaction", None),
+            clock=clock,
         )
 
     def setup(

@@ -99,6 +99,7 @@ class ConsumerVitals:
         error: ReliableMQError | None,
         now: float,
         stuck_after: float,
+        store_failing: tuple[float, str] | None,
     ) -> ConsumerSigns:
         """Return the signs of health. Thread-safe. Does not wait."""
         return ConsumerSigns(
@@ -114,7 +115,7 @@ class ConsumerVitals:
             worked_at=self._worked_at,
             paused=session.paused,
             paused_at=self._paused_at,
-            store_failing=session.store_failing,
+            store_failing=store_failing,
         )
 
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.consumer.dispatch import Work
-    from reliable_mq.core.consumer.handler import Result
+    from reliable_mq.core.consumer.handler import ClaimPolicy, Result
     from reliable_mq.core.consumer.lifecycle import SubscriptionChange
     from reliable_mq.core.consumer.session import Actions, ConsumerSession
     from reliable_mq.core.health import ConsumerSigns
@@ -118,6 +118,7 @@ class BaseSubscription(NullListener):
         quarantine_handlers: The pool for deliveries from quarantine, so that they delay no other deliveries. None to
             use ``handlers``.
         republisher: The republisher of dead letters and retries. To be set before `start` if the session produces any.
+        claiming: The policy for claims, which knows whether the store answers. None without a store.
         session: The consumer session, which makes the decisions.
         largest_body: The maximum size of a body that is read, in bytes, as in `ChannelSink`.
         error: The error that ended the subscription, if it ended by itself.
@@ -138,6 +139,7 @@ class BaseSubscription(NullListener):
         self.republisher: BaseRepublisher | None = None
         self.tracer: ConsumerTracer | None = None
         self.quarantine_handlers: WorkQueue | None = None
+        self.claiming: ClaimPolicy | None = None
         self.session: ConsumerSession = options.new_session()
         self.largest_body = options.largest_body
         self.error: ReliableMQError | None = None
@@ -226,7 +228,8 @@ class BaseSubscription(NullListener):
 
     def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
         """Return the signs of health. Thread-safe. Does not wait."""
-        signs = self._vitals.signs(self.session, self._io, self.error, now, stuck_after)
+        store_failing = None if self.claiming is None else self.claiming.failing
+        signs = self._vitals.signs(self.session, self._io, self.error, now, stuck_after, store_failing)
         if self.republisher is None:
             return signs
         republisher = self.republisher.signs(now, self.session.republishing)
@@ -317,6 +320,8 @@ class BaseSubscription(NullListener):
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         """Forget the channel. The broker delivers all unacked messages again."""
         self._vitals.unsubscribed(printable(loss.text))
+        if self.claiming is not None:
+            self.claiming.answered()  # the deliveries whose claims would show that the store is back are gone
         self._delivery_check.end()
         self._in_quarantine = False
         self._record.lost(time.monotonic())

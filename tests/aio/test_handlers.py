@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from contextvars import ContextVar, copy_context
@@ -15,10 +16,12 @@ import pytest
 from reliable_mq import Ack, DeadLetter, RetryLater
 from reliable_mq.aio.group_watch import GroupWatch
 from reliable_mq.aio.handlers import TaskPool
+from reliable_mq.aio.store_calls import BlockingStore
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import ClaimPolicy, Failed, Result, Skipped, SkipReason
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.engine import claim_groups
+from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import until
 from tests.core.deliveries import delivery
@@ -112,7 +115,9 @@ async def running(
     before = asyncio.all_tasks()
     sink = Sink()
     claiming = (
-        None if store is None else ClaimPolicy(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
+        None
+        if store is None
+        else ClaimPolicy(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3, clock=time.monotonic)
     )
     tasks = TaskPool(name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink)
     try:
@@ -729,7 +734,9 @@ def test_the_loop_ends_while_settlements_are_retried(monkeypatch: pytest.MonkeyP
             store.fails.set()
 
     async def main() -> asyncio.Task[None]:
-        claiming = ClaimPolicy(queue="orders", namespace="q", key=None, lease=60.0, max_attempts=3)
+        claiming = ClaimPolicy(
+            queue="orders", namespace="q", key=None, lease=60.0, max_attempts=3, clock=time.monotonic
+        )
         tasks = TaskPool(
             name="test", count=1, handler=handled, batch=False, store=store, claiming=claiming, sink=Sink()
         )
@@ -741,6 +748,53 @@ def test_the_loop_ends_while_settlements_are_retried(monkeypatch: pytest.MonkeyP
     asyncio.run(main())
     (claim,) = MemoryStore.claim_many(store, ["q|orders|m1"], 60.0)
     assert claim.status is ClaimStatus.IN_PROGRESS
+
+
+def test_a_recall_during_the_claim_call_reaches_no_handler() -> None:
+    """The consumer was stopped, or the channel of the delivery lost, while the store took its time."""
+    seen: list[Delivery] = []
+    work = items(1)
+
+    async def main() -> None:
+        asked, answers = asyncio.Event(), asyncio.Event()
+
+        class Slow(Awaiting):
+            async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+                asked.set()
+                await answers.wait()
+                return await super().claim_many(keys, lease)
+
+        async def handle(item: Delivery) -> None:
+            seen.append(item)
+
+        store = Slow()
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(work)
+            await asked.wait()
+            assert tasks.recall() == []
+            answers.set()
+            await until(lambda: bool(sink.returned), DEADLINE)
+            assert (sink.returned, sink.results) == (work, [])
+        assert (await store.claim_many(["q|orders|m1"], 1.0))[0].status is ClaimStatus.NEW
+
+    asyncio.run(main())
+    assert seen == []
+
+
+def test_an_error_of_a_store_is_not_the_end_of_its_loop() -> None:
+    class Failing(Awaiting):
+        async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            raise RuntimeError("no tables")
+
+    async def main() -> BlockingStore:
+        store = BlockingStore(Failing())
+        with pytest.raises(RuntimeError, match="no tables"):
+            await asyncio.to_thread(store.claim_many, ["m1"], 60.0)
+        return store
+
+    store = asyncio.run(main())
+    with pytest.raises(IdempotencyStoreError, match="the event loop of the store has ended: RuntimeError"):
+        store.claim_many(["m1"], 60.0)
 
 
 def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:

@@ -736,6 +736,25 @@ def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBro
         consumer.run()
 
 
+def test_a_connect_that_is_stopped_meanwhile_says_so(new_consumer: NewConsumer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        consumer = new_consumer(Handler(), url=f"amqp://127.0.0.1:{silent.getsockname()[1]}", connect_timeout=30)
+        stopped = getattr(consumer, "consumer", consumer)
+
+        def stop_when_connecting() -> None:
+            client, _ = silent.accept()
+            with client:
+                stopped.stop()
+
+        stopping = threading.Thread(target=stop_when_connecting)
+        stopping.start()
+        try:
+            with pytest.raises(UsageError, match="was stopped"):
+                consumer.connect()
+        finally:
+            stopping.join(30)
+
+
 def test_a_run_that_ended_by_itself_is_over(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
     """Its gauges are free for the next consumer, and its counters stay."""
     broker.refusals["Queue.Declare"] = 404, "NOT_FOUND - no queue 'orders' in vhost '/'"

@@ -69,7 +69,13 @@ class Runner:
         self.claiming = None
         if store:
             self.claiming = ClaimPolicy(
-                queue="orders", namespace="q", key=key, lease=HOUR, max_attempts=max_attempts, transaction=transaction
+                queue="orders",
+                namespace="q",
+                key=key,
+                lease=HOUR,
+                max_attempts=max_attempts,
+                transaction=transaction,
+                clock=lambda: 7.0,
             )
         self.steps: list[Step] = []
         self.broken: set[type] = set()
@@ -467,7 +473,9 @@ def test_keys_of_different_queues_never_meet(
 
     def key(cluster: str, virtual_host: str, queue: str, name: str) -> str | None:
         namespace = namespace_of(cluster, virtual_host)
-        claiming = ClaimPolicy(queue=queue, namespace=namespace if own else None, key=None, lease=1.0, max_attempts=1)
+        claiming = ClaimPolicy(
+            queue=queue, namespace=namespace if own else None, key=None, lease=1.0, max_attempts=1, clock=lambda: 7.0
+        )
         return claiming.key_of(delivery(message_id=name, source=ChannelGeneration(1, 1, queue, namespace)))
 
     assert (key(*place, message_id) == key(*other, other_id)) == ((place, message_id) == (other, other_id))
@@ -475,7 +483,7 @@ def test_keys_of_different_queues_never_meet(
 
 def test_a_key_names_the_virtual_host_of_its_delivery() -> None:
     """The connection may have moved to another cluster since."""
-    claiming = ClaimPolicy(queue="orders", key=None, lease=1.0, max_attempts=1)
+    claiming = ClaimPolicy(queue="orders", key=None, lease=1.0, max_attempts=1, clock=lambda: 7.0)
     keys = [
         claiming.key_of(delivery(message_id="m1", source=ChannelGeneration(1, 1, "orders", namespace_of(cluster, "/"))))
         for cluster in ("shop-a", "shop-b", "shop-b", "shop-a")
@@ -717,6 +725,51 @@ def test_a_handler_that_runs_long_holds_up_no_others() -> None:
     assert settled == [["m2"], ["m3"]]
     assert runner.progress.interrupted
     assert runner.progress.left(items) == [items[2]]
+
+
+def test_a_handler_that_runs_long_holds_up_no_settled_results() -> None:
+    """A key of another holder is to be claimed again, and a handler that returned before is to be acked."""
+    held, completed, runs = items = [delivery(number, message_id=f"m{number}") for number in (1, 2, 3)]
+
+    def handle(item: Delivery) -> None:
+        assert item is runs
+        runner.take_over()
+
+    runner = Runner(handle)
+    runner.store.claim_many(["q|orders|m1"], HOUR)
+    [completed.claim] = runner.store.claim_many(["q|orders|m2"], HOUR)
+    assert runner(*items) == [runs]
+    assert runner.taken_over == [Skipped(held, SkipReason.IN_PROGRESS), completed]
+    assert runner.progress.left(items) == [runs]
+    assert not runner.progress.interrupted
+
+
+def test_a_store_fails_from_its_first_failure_until_it_answers() -> None:
+    """Whatever its answer is, and before a handler that runs long has ended."""
+
+    def handle(_item: Delivery) -> None:
+        seen.append(runner.claiming.failing if runner.claiming else None)
+
+    seen: list[object] = []
+    runner = Runner(handle)
+    assert runner.claiming is not None
+    item = delivery(message_id="m1")
+    runner.broken = {ClaimKeys}
+    only(runner(item))
+    assert runner.claiming.failing == (7.0, "IdempotencyStoreError: no answer")
+    runner.broken = set()
+    runner.answers[ClaimKeys] = []
+    only(runner(item))
+    assert runner.claiming.failing == (7.0, "the store gave 0 answers to 1 questions")
+    del runner.answers[ClaimKeys]
+    assert only(runner(item)) is item
+    assert seen == [None]
+    assert runner.claiming.failing is None
+    runner.broken = {ClaimKeys}
+    only(runner(delivery(message_id="m2")))
+    runner.broken = set()
+    assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
+    assert runner.claiming.failing is None
 
 
 def test_deliveries_that_are_being_begun_are_not_taken_over() -> None:

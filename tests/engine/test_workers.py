@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +85,9 @@ def running(
 ) -> Iterator[tuple[WorkerPool, Sink]]:
     sink = sink or Sink()
     claiming = (
-        None if store is None else ClaimPolicy(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3)
+        None
+        if store is None
+        else ClaimPolicy(queue="orders", namespace="q", key=key, lease=60.0, max_attempts=3, clock=time.monotonic)
     )
     workers = WorkerPool(
         name="test", count=count, handler=handler, batch=batch, store=store, claiming=claiming, sink=sink
@@ -673,6 +676,51 @@ def test_a_recall_returns_deliveries_claimed_but_not_begun() -> None:
         assert sink.wait_for(8) == work[:8]
     assert gate.seen == work[:8]
     assert store.claim_many(["q|orders|m11"], 1.0)[0].status is ClaimStatus.NEW
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_recall_during_the_claim_call_reaches_no_handler(batch: bool) -> None:
+    """The consumer was stopped, or the channel of the delivery lost, while the store took its time."""
+
+    class Slow(MemoryStore):
+        asked, answers = threading.Event(), threading.Event()
+
+        def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            self.asked.set()
+            assert self.answers.wait(DEADLINE)
+            return super().claim_many(keys, lease)
+
+    store = Slow()
+    seen: list[Any] = []
+    [item] = items(1)
+    with running(seen.append, store=store, batch=batch) as (workers, sink):
+        workers.put([[item]] if batch else [item])
+        assert store.asked.wait(DEADLINE)
+        assert workers.recall() == []
+        store.answers.set()
+        assert sink.wait_for_returned(1) == [item]
+    assert (seen, sink.results) == ([], [])
+    assert store.claim_many(["q|orders|m1"], 1.0)[0].status is ClaimStatus.NEW
+
+
+def test_a_hanging_handler_holds_up_no_settled_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That another holder has a key, and that a handler returned before, is reported meanwhile."""
+    let_groups_run_long(monkeypatch)
+    store = MemoryStore()
+    handler = Hanging(66)
+    with running(handler, store=store) as (workers, sink):
+        workers.put(items(63))
+        sink.wait_for(63)
+        store.claim_many(["q|orders|m64"], 60.0)
+        held, completed, hangs = items(66)[63:]
+        [completed.claim] = store.claim_many(["q|orders|m65"], 60.0)
+        workers.put([held, completed, hangs])
+        handler.gate.wait_begun()
+        assert sink.wait_for(65)[63:] == [Skipped(held, SkipReason.IN_PROGRESS), completed]
+        assert store.claim_many(["q|orders|m65"], 60.0)[0].status is ClaimStatus.DONE
+        handler.gate.let_through.release()
+        assert sink.wait_for(66)[65:] == [hangs]
+    assert len(sink.results) == 66
 
 
 def test_a_duplicate_and_a_key_held_elsewhere_reach_no_handler() -> None:

@@ -21,7 +21,8 @@ A settlement without an answer is repeated: regularly and at the end (`settling`
 Several deliveries may be claimed together. Those whose handlers have ended are settled together after the last handler
 of the group. If a handler runs long, another thread or task takes over the others meanwhile (`GroupProgress`,
 `settling_rest`). Otherwise the effects of handlers that have returned would happen again if the connection is lost and
-the leases end, and deliveries that have not begun would wait although other handlers are idle.
+the leases end, and deliveries that have not begun, or whose key another holder has claimed, would wait although other
+handlers are idle.
 
 Invariants:
 
@@ -183,6 +184,10 @@ class ClaimPolicy:
         lease: The seconds after which an unsettled claim may be taken over.
         max_attempts: The number of failed attempts after which the handler is no longer called.
         transaction: The store's method of that name, for the handler. None if it has none.
+        clock: A callable that returns the current time in seconds, on a monotonic clock.
+
+    Attributes:
+        failing: Since when the store fails, and its last error. None if it answered the last call.
     """
 
     def __init__(
@@ -194,6 +199,7 @@ class ClaimPolicy:
         lease: float,
         max_attempts: int,
         transaction: Callable[..., Any] | None = None,
+        clock: Callable[[], float],
     ) -> None:
         self._queue = queue
         self._namespace = namespace
@@ -203,6 +209,17 @@ class ClaimPolicy:
         self.max_attempts = max_attempts
         self.transaction = transaction
         self.retries = SettlementRetries()
+        self.failing: tuple[float, str] | None = None
+        self._clock = clock
+
+    def answered(self) -> None:
+        """Note that the store has answered. Thread-safe."""
+        self.failing = None
+
+    def failed(self, problem: str) -> None:
+        """Note that the store has not answered. Thread-safe."""
+        failing = self.failing
+        self.failing = (self._clock() if failing is None else failing[0], problem)
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Return the key to claim for a delivery, or None without a key."""
@@ -247,18 +264,19 @@ class _Handover(Generic[T]):
 
 
 class GroupRemainder(NamedTuple):
-    """The results and unbegun deliveries of a group that others settle and release."""
+    """The results and unbegun deliveries of a group that others take over."""
 
     results: list[Delivery | Failed]
     unbegun: list[Delivery]
+    settled: list[Result]  # for which nothing is left to do but to report them
 
     @property
     def deliveries(self) -> list[Delivery]:
-        return [*map(delivery_of, self.results), *self.unbegun]
+        return [*map(delivery_of, self.results), *self.unbegun, *map(delivery_of, self.settled)]
 
 
 class GroupProgress:
-    """The deliveries of a group that have not begun, and its unsettled results.
+    """The deliveries of a group that have not begun, and its results.
 
     The group adds and takes them. One other thread may take them over at any time.
 
@@ -274,6 +292,7 @@ class GroupProgress:
         self.interrupted = False
         self._waiting = _Handover[Delivery]()
         self._results = _Handover[Delivery | Failed]()
+        self._settled = _Handover[Result]()
 
     def begin(self, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
         """Yield the deliveries that the group is to begin, one after the other."""
@@ -288,15 +307,28 @@ class GroupProgress:
         """Return the results that the group is to settle."""
         return list(self._results.take(own=True))
 
+    def add_settled(self, results: Iterable[Result]) -> None:
+        """Add results that are settled, or need no settlement."""
+        self._settled.add(*results)
+
+    def take_settled(self) -> list[Result]:
+        """Return the settled results that the group is to report."""
+        return list(self._settled.take(own=True))
+
     def take_over(self) -> GroupRemainder:
         """Return the rest, which the caller is to settle instead of the group."""
-        rest = GroupRemainder(list(self._results.take(own=False)), list(self._waiting.take(own=False)))
+        rest = GroupRemainder(
+            list(self._results.take(own=False)),
+            list(self._waiting.take(own=False)),
+            list(self._settled.take(own=False)),
+        )
         self.interrupted = self.interrupted or bool(rest.unbegun)
         return rest
 
     def left(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Return those of the group's deliveries that nobody takes over. It has ended."""
-        lost = {*map(delivery_of, self._results.lost()), *self._waiting.lost()}
+        reported = map(delivery_of, self._settled.lost())
+        lost = {*map(delivery_of, self._results.lost()), *self._waiting.lost(), *reported}
         return [delivery for delivery in deliveries if delivery not in lost]
 
 
@@ -336,16 +368,19 @@ def handling(
     unclaimed = [delivery for delivery in deliveries if delivery.claim in (None, _REFUSED)]
     progress.claims = claims = yield from _claim(unclaimed, claiming, results, wall_clock)
     done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim not in (None, _REFUSED)]
+    yield from _complete(claiming, done, results)
+    progress.add_settled(results)
     left = yield from _call_handler(list(claims), batch, wall_clock, progress)
-    own = progress.take()
+    own, results = progress.take(), progress.take_settled()
     results += yield from _release_untried(claiming, {one: claims[one] for one in left}, SkipReason.NOT_BEGUN)
-    results += yield from _settle_results(claiming, claims, own, done)
+    results += yield from _settle_results(claiming, claims, own)
     return results
 
 
 def settling_rest(claiming: ClaimPolicy, claims: dict[Delivery, Claim], rest: GroupRemainder) -> Handling:
-    """Settle and release the rest of a group with these claims."""
-    results = yield from _settle_results(claiming, claims, rest.results, [])
+    """Settle and release the rest of a group with these claims. Return its results."""
+    results = list(rest.settled)
+    results += yield from _settle_results(claiming, claims, rest.results)
     results += yield from _release_untried(claiming, {one: claims[one] for one in rest.unbegun}, SkipReason.NOT_BEGUN)
     return results
 
@@ -364,9 +399,8 @@ def _settle_results(
     claiming: ClaimPolicy,
     claims: dict[Delivery, Claim],
     ended: Sequence[Delivery | Failed],
-    done: list[tuple[Delivery, Claim]],
 ) -> Generator[Step, Any, list[Result]]:
-    """Settle the claims of handlers that have ended, and of those done before."""
+    """Settle the claims of handlers that have ended."""
     results: list[Result] = []
     failed = [result for result in ended if isinstance(result, Failed)]
     handled = [result for result in ended if isinstance(result, Delivery)]
@@ -377,7 +411,7 @@ def _settle_results(
     if claiming.transaction is not None:
         results.extend(delivery for delivery in handled if _is_completed(delivery))
         handled = [delivery for delivery in handled if not _is_completed(delivery)]
-    yield from _complete(claiming, [*done, *((delivery, claims[delivery]) for delivery in handled)], results)
+    yield from _complete(claiming, [(delivery, claims[delivery]) for delivery in handled], results)
     return results
 
 
@@ -461,7 +495,7 @@ def _claim(
     exhausted: dict[Delivery, Claim] = {}
     if claiming.retries:
         yield from _settle_before(claiming, keys, results)
-    answer = yield from _ask(ClaimKeys(list(keys.values()), claiming.lease), len(keys))
+    answer = yield from _ask(claiming, ClaimKeys(list(keys.values()), claiming.lease), len(keys))
     if isinstance(answer, str):
         results.extend(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer) for delivery in keys)
         return new
@@ -525,7 +559,7 @@ def _settle_before(
 
 def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
     """Complete claims, or release them as ``failed`` or not. Return like `_ask`."""
-    answer = yield from _ask(Complete(claims) if failed is None else Release(claims, failed), len(claims))
+    answer = yield from _ask(claiming, Complete(claims) if failed is None else Release(claims, failed), len(claims))
     if isinstance(answer, str):
         claiming.retries.add(claims, failed)
     elif claiming.retries:
@@ -533,14 +567,20 @@ def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> 
     return answer
 
 
-def _ask(step: ClaimKeys | Complete | Release, count: int) -> Generator[Step, Any, list[Any] | str]:
+def _ask(
+    claiming: ClaimPolicy, step: ClaimKeys | Complete | Release, count: int
+) -> Generator[Step, Any, list[Any] | str]:
     """Return the ``count`` answers of the store, or the text of its error."""
     if not count:
         return []
     try:
         answer = list((yield step))
     except Exception as error:  # noqa: BLE001 -- a store is the user's to write
-        return shown(error)
-    if len(answer) != count:
-        return f"the store gave {len(answer)} answers to {count} questions"
-    return answer
+        problem = shown(error)
+    else:
+        if len(answer) == count:
+            claiming.answered()
+            return answer
+        problem = f"the store gave {len(answer)} answers to {count} questions"
+    claiming.failed(problem)
+    return problem

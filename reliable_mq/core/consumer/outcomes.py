@@ -79,8 +79,6 @@ class OutcomeHandler:
         #: Whether to recall dispatched deliveries, because the kill switch pauses the consumer. The reader resets it.
         self.recall = False
         self.overrunning = 0  # handlers that still run with deliveries that timed out
-        #: Since when the idempotency store fails, and why. None if its last call did not fail.
-        self.store_failing: tuple[float, str] | None = None
         self._logged: Failure | None = None  # the failure of the last batch that failed
         self._last_failure = ""  # which the kill switch has counted
 
@@ -91,8 +89,6 @@ class OutcomeHandler:
             return
         if self._kill_switch is not None:
             self._count_for_kill_switch(self._kill_switch, results, now)
-        if self.store_failing is not None and any(map(_store_has_answered, results)):
-            self.store_failing = None
         if self.overrunning:
             results = [result for result in results if not self._late(result)]
         handled = [result for result in results if isinstance(result, Delivery)]
@@ -400,7 +396,6 @@ class OutcomeHandler:
             settlement.dead_letter(delivery, _UNIDENTIFIED)
         elif reason is SkipReason.STORE_FAILED:
             statistics.store_failures += 1
-            self.store_failing = (now if self.store_failing is None else self.store_failing[0], result.detail)
             settlement.log(LogEventKind.STORE_FAILED, delivery, result.detail)
             delivery.store_failures += 1
             settlement.hold(delivery, now + _backoff(delivery.store_failures))
@@ -436,12 +431,6 @@ def _due(republish: RepublishRequest, now: float) -> float:
     """Return when a delivery is due that would have been republished now."""
     due, failures = now + (republish.left or 0.0), republish.delivery.failures
     return due if failures is None else max(due, failures.due)
-
-
-def _store_has_answered(result: Result) -> bool:
-    if isinstance(result, Failed):
-        return not result.detail
-    return isinstance(result, Delivery) or result.reason in (SkipReason.DUPLICATE, SkipReason.IN_PROGRESS)
 
 
 def _backoff(tries: int) -> float:

@@ -262,7 +262,6 @@ class ConsumerSession:
         if self._settlement.source is None or generation != self._settlement.source.generation:
             return
         self._settlement.lost(self._take_queued())
-        self._outcomes.store_failing = None  # the deliveries that would show the end of it are gone
         self._timeouts.clear()
         if self._kill_switch is not None:
             self._kill_switch.recalled()
@@ -448,11 +447,6 @@ class ConsumerSession:
     @property
     def paused(self) -> bool:
         return self._kill_switch is not None and self._kill_switch.paused
-
-    @property
-    def store_failing(self) -> tuple[float, str] | None:
-        """Since when the idempotency store fails, and why, or None. Thread-safe."""
-        return self._outcomes.store_failing
 
     @property
     def running(self) -> int:
