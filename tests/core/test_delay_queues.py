@@ -86,3 +86,4 @@ def test_a_name_tells_a_delay_queue() -> None:
     assert DelayQueue.of("orders.retry.") is None
     assert DelayQueue.of("orders.retry.01") is None
     assert DelayQueue.of("orders.retry") is None
+    assert DelayQueue.of("orders.retry." + "9" * 5000) is None

@@ -41,7 +41,7 @@ SERIES: Final = tuple(step * 10**power for power in range(2, 12) for step in (1,
 LONGEST_PATH: Final = 16
 _MOST_OWN: Final = 16  # the maximum number of policy delays with dedicated queues
 _TOLERANCE: Final = 1000  # milliseconds; longer delays tolerate a tenth
-_NAMED: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d*)", re.DOTALL)
+_NAMED: Final = re.compile(r"(?P<queue>.+)\.retry\.(?P<milliseconds>[1-9]\d{0,11})", re.DOTALL)
 
 
 class DelayQueue(NamedTuple):
