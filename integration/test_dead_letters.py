@@ -481,6 +481,40 @@ def test_dead_letters_of_others_go_back_by_what_the_broker_says(any_vhost: Virtu
         assert (copy.message_id, copy.priority, copy.user_id) == (message.message_id, 3, None)
 
 
+def test_what_was_rejected_after_a_retry_goes_back_to_its_queue(any_vhost: VirtualHost) -> None:
+    """RabbitMQ says that it died first in the delay queue, which no longer exists."""
+    store = MemoryStore()
+    calls: list[tuple[bytes, int]] = []
+
+    def fail(delivery: Delivery) -> None:
+        calls.append((delivery.body, delivery.attempt))
+        raise Unpaid("no")
+
+    routed = {"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "orders.dead"}
+    work, shop = Queue("orders", arguments=routed), Exchange("shop")
+    topology = [Queue("orders.dead", dead_letter=None), work, shop, Binding(shop, work, routing_key="new")]
+    message = Message(b"1", user_id="guest", expiration=3600)
+    with Publisher(any_vhost.url, topology=topology) as publisher:
+        publisher.publish(message, exchange="shop", routing_key="new")
+    retry = RetryPolicy(2, delays=(0.2,))
+    with (
+        Consumer(any_vhost.url, work, fail, retry=retry, dead_letter=None, idempotency=store),
+        DeadLetterQueue(any_vhost.url, "orders.dead") as dead,
+    ):
+        wait_until(lambda: any_vhost.live_counts()["orders.dead"] == 1, timeout=20, what="the dead letter")
+        any_vhost.delete_queue("orders.retry.200")
+        (letter,) = dead.browse(Filter(queue="orders", exception="*.Unpaid"))
+        assert letter.origin == ("orders", "shop", "new")
+        assert (letter.reason, letter.exception_message, letter.attempts) == ("rejected", "no", 1)
+        copy = letter.replayed().headers
+        assert (copy[headers.ORIGINAL_USER_ID], copy[headers.ORIGINAL_EXPIRATION]) == ("guest", "3600000")
+        assert dead.replay(idempotency=store).ok
+        wait_until(lambda: len(calls) == 4, timeout=20, what="two more attempts")
+        wait_until(lambda: any_vhost.live_counts()["orders.dead"] == 1, timeout=20, what="the dead letter")
+        assert [one.origin for one in dead.browse()] == [letter.origin]
+    assert calls == [(b"1", 1), (b"1", 2)] * 2
+
+
 def test_what_cannot_go_back_stays(any_vhost: VirtualHost) -> None:
     """Messages without an origin, with a missing one, or of a newer version stay.
 

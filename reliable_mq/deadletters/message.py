@@ -3,7 +3,9 @@
 Origin and cause come from this package's headers or, if the message was dead-lettered by others, from RabbitMQ's
 ``x-death`` and ``x-first-death-*``. RabbitMQ's headers are shown to a user and used as the target of a replay, but
 nothing is counted by them. A message that was replayed and then dead-lettered by others has both: its queue is the one
-that RabbitMQ names, and exchange and routing key are those of the first publish.
+that RabbitMQ names, and exchange and routing key are those of the first publish. A message that had waited in a delay
+queue or in quarantine is read as it was before, with the failures that it brought from there. Its queue is the one to
+which that delay queue or quarantine belongs.
 
 Invariants:
 
@@ -24,8 +26,13 @@ from typing import Final, NamedTuple
 from reliable_mq._util.validation import is_whole_number
 from reliable_mq.codec import CodecError, Properties, rewrite_properties
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import BROKER_COUNTS
+from reliable_mq.core.consumer.attempts import BROKER_COUNTS, failures_from_headers
 from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
+from reliable_mq.core.headers import wire_text
+from reliable_mq.core.retry.dead_letters import failure_headers
+from reliable_mq.core.retry.delay_queues import DelayQueue
+from reliable_mq.core.retry.retry_headers import BeforeRetry, before_retry
 from reliable_mq.message import Message
 
 __all__ = ["DeadMessage", "Origin"]
@@ -63,7 +70,8 @@ class DeadMessage:
         origin: The message's place before it died; None if unknown.
         reason: The reason for dead-lettering: a sentence of this package or RabbitMQ's word; empty if unknown.
         exception_type, exception_message: The exception of the last attempt; empty if unknown.
-        attempts: The number of attempts; None if unknown.
+        attempts: The number of attempts; None if unknown. If the broker dead-lettered the message after a retry, the
+            number of attempts before that retry; the exception and the failures are also those before it.
         first_failure, last_failure: The times of the first and the last failed attempt; None if unknown.
         died_at: The time of dead-lettering; None if unknown.
         consumer: The consumer that moved the message; empty if unknown.
@@ -73,6 +81,7 @@ class DeadMessage:
 
     __slots__ = (
         "_delivery",
+        "_original",
         "attempts",
         "body",
         "consumer",
@@ -109,17 +118,23 @@ class DeadMessage:
             self.properties = rewrite_properties(delivery.properties, drop_headers=BROKER_COUNTS)
         self.headers: Mapping[str, object] = {name: table[name] for name in table if name not in BROKER_COUNTS}
         self.message_id = _readable(view, "message_id")
-        self.unreadable = _newer_format(table) or _cut(table, len(self.body)) or _enclosed(table)
-        ours = table if table.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
-        death = _first_death(table)
-        self.origin = _origin(ours, table, death)
+        self._original = before_retry(self.properties, table)
+        told = table if self._original is None else _headers_of(Properties(self._original.properties))
+        self.unreadable = _newer_format(told) or _cut(told, len(self.body)) or _enclosed(told)
+        ours = told if told.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
+        retried = self._original is not None and headers.DEAD_LETTER_REASON not in ours
+        failures = failures_from_headers(table) if retried else None
+        if failures is not None:
+            ours = {**ours, **failure_headers(failures)}
+        death, died_at = _first_death(table), _time(_last_death(table).get("time"))
+        self.origin = _origin(ours, table, death, self._original)
         self.reason = _text(ours.get(headers.DEAD_LETTER_REASON)) or _reason(table, death)
         self.exception_type = _text(ours.get(headers.EXCEPTION_TYPE))
         self.exception_message = _text(ours.get(headers.EXCEPTION_MESSAGE))
         self.attempts = _whole(ours.get(headers.ATTEMPTS))
         self.first_failure = _time(ours.get(headers.FIRST_FAILURE))
         self.last_failure = _time(ours.get(headers.LAST_FAILURE))
-        self.died_at = self.last_failure or _time(_last_death(table).get("time"))
+        self.died_at = (died_at or self.last_failure) if retried else (self.last_failure or died_at)
         self.consumer = _text(ours.get(headers.CONSUMER))
         self.package_version = _text(ours.get(headers.PACKAGE_VERSION))
 
@@ -162,7 +177,11 @@ class DeadMessage:
         Raises:
             ConfigurationError: If the properties are broken.
         """
-        return Message.from_wire(self.body if body is None else body, _reset(self.properties, self.headers))
+        properties, table, kept = self.properties, self.headers, _NOTHING
+        if self._original is not None:
+            properties = self._original.properties
+            table, kept = _headers_of(Properties(properties)), _kept(self.origin, table)
+        return Message.from_wire(self.body if body is None else body, _reset(properties, table, kept))
 
     def __repr__(self) -> str:
         return f"<DeadMessage {self.message_id or 'without id'}: {self.cause}>"
@@ -171,15 +190,27 @@ class DeadMessage:
 # -- the message to replay ---------------------------------------------------------------------------------------------
 
 
-def _reset(properties: bytes, table: Mapping[str, object]) -> bytes:
+def _kept(origin: Origin | None, table: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the headers that tell of a message from before it waited."""
+    kept: dict[str, object] = {}
+    if origin is not None:
+        names = (headers.ORIGINAL_QUEUE, headers.ORIGINAL_EXCHANGE, headers.ORIGINAL_ROUTING_KEY)
+        kept = {name: wire_text(text) for name, text in zip(names, origin, strict=True) if text is not None}
+    if context := _text(table.get(headers.TRACE_CONTEXT)):
+        kept[headers.TRACE_CONTEXT] = wire_text(context)
+    return kept
+
+
+def _reset(properties: bytes, table: Mapping[str, object], kept: Mapping[str, object]) -> bytes:
     view = Properties(properties)
+    user_id, expiration = _readable(view, "user_id"), _readable(view, "expiration")
     moved = {
         headers.ORIGINAL_CC: table.get("CC"),
         headers.ORIGINAL_BCC: table.get("BCC"),
-        headers.ORIGINAL_USER_ID: _readable(view, "user_id"),
-        headers.ORIGINAL_EXPIRATION: _readable(view, "expiration"),
+        headers.ORIGINAL_USER_ID: None if user_id is None else wire_text(user_id),
+        headers.ORIGINAL_EXPIRATION: None if expiration is None else wire_text(expiration),
     }
-    ours: dict[str, object] = {name: value for name, value in moved.items() if value is not None}
+    ours = {**kept, **{name: value for name, value in moved.items() if value is not None}}
     if ours:
         ours[headers.FORMAT] = headers.FORMAT_VERSION
     dropped = [name for name in table if _counts(name)]
@@ -253,17 +284,29 @@ def _enclosed(table: Mapping[str, object]) -> str:
     )
 
 
-def _origin(ours: Mapping[str, object], table: Mapping[str, object], death: Mapping[str, object]) -> Origin | None:
+def _origin(
+    ours: Mapping[str, object], table: Mapping[str, object], death: Mapping[str, object], original: BeforeRetry | None
+) -> Origin | None:
     queue = _text(ours.get(headers.ORIGINAL_QUEUE))
     exchange, key = _name(ours.get(headers.ORIGINAL_EXCHANGE)), _name(ours.get(headers.ORIGINAL_ROUTING_KEY))
     theirs = _text(table.get("x-first-death-queue")) or _text(death.get("queue"))
+    if original is not None:
+        theirs = _work_queue(theirs)
     if queue or exchange:
         return Origin(queue if headers.DEAD_LETTER_REASON in ours else theirs or queue, exchange, key)
     if not theirs:
         return None
+    if original is not None:
+        return Origin(theirs, original.exchange, original.routing_key)
     first = table.get("x-first-death-exchange", death.get("exchange"))
     keys = death.get("routing-keys")
     return Origin(theirs, _name(first), _name(keys[0]) if isinstance(keys, list) and keys else None)
+
+
+def _work_queue(name: str) -> str:
+    """Return the queue to which a delay queue or quarantine of ours belongs."""
+    delay_queue = DelayQueue.of(name)
+    return name.removesuffix(QUARANTINE_SUFFIX) if delay_queue is None else delay_queue.queue
 
 
 def _reason(table: Mapping[str, object], death: Mapping[str, object]) -> str:

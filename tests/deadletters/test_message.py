@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import Message
-from reliable_mq.codec import Properties, encode_properties, encode_table, join_properties
+from reliable_mq.codec import Properties, encode_properties, encode_table, join_properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target
+from reliable_mq.core.retry.retry_headers import encode_retry_headers
 from reliable_mq.deadletters import DeadMessage, Origin
+from tests.core.deliveries import delivery, failures, short
 
 AT = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 LATER = datetime(2026, 1, 3, tzinfo=UTC)
@@ -124,6 +126,91 @@ def test_the_broker_says_where_a_replayed_message_died() -> None:
     assert died.origin == Origin("theirs", "shop", "order.new")
 
 
+# -- a message that had waited in a queue of ours ----------------------------------------------------------------------
+
+WAITED = (("orders", "rejected"), ("orders.retry.1000", "expired"))
+QUARANTINED = (("orders.quarantine", "rejected"),)
+PLACE = {headers.ORIGINAL_QUEUE: "orders", headers.ORIGINAL_EXCHANGE: "shop", headers.ORIGINAL_ROUTING_KEY: "order.new"}
+
+
+def waited(item: Delivery, deaths: tuple[tuple[str, str], ...] = WAITED, *, suspect: bool = False) -> DeadMessage:
+    """Return what the broker dead-letters after an attempt has failed. The latest death comes first."""
+    item.set_failures(failures(2, at=AT.timestamp()))
+    packed = encode_retry_headers(item, suspect=suspect)
+    assert packed is not None
+    table = {
+        "x-death": [
+            {"queue": queue, "reason": reason, "time": LATER, "exchange": "", "routing-keys": [queue]}
+            for queue, reason in deaths
+        ],
+        "x-first-death-queue": deaths[-1][0],
+        "x-first-death-reason": deaths[-1][1],
+        "x-first-death-exchange": "",
+        "x-last-death-reason": deaths[0][1],
+    }
+    return dead(rewrite_properties(packed, set_headers=table))
+
+
+@pytest.mark.parametrize(("deaths", "suspect"), [(WAITED, False), (WAITED, True), (QUARANTINED, True)])
+def test_what_waited_has_its_origin_from_before(deaths: tuple[tuple[str, str], ...], suspect: bool) -> None:
+    """The broker names the delay queue or quarantine as the place of the first death."""
+    table = {"CC": ["other"], "a": 1, "x-death": [death("before", "expired", AT)], "x-first-death-queue": "before"}
+    more = {"user_id": short("bob"), "expiration": short("5000")}
+    message = waited(delivery(exchange="shop", routing_key="order.new", headers=table, **more), deaths, suspect=suspect)
+    assert message.origin == Origin("orders", "shop", "order.new")
+    assert (message.attempts, message.exception_type, message.exception_message) == (2, "ValueError", "no")
+    assert (message.reason, message.cause, message.unreadable) == ("rejected", "ValueError", "")
+    assert (message.first_failure, message.last_failure, message.died_at) == (AT, AT, LATER)
+    copy = message.replayed()
+    assert (copy.message_id, copy.user_id, copy.expiration) == ("m1", None, None)
+    assert dict(copy.headers) == {
+        "a": 1,
+        headers.FORMAT: 1,
+        headers.ORIGINAL_CC: ["other"],
+        headers.ORIGINAL_USER_ID: "bob",
+        headers.ORIGINAL_EXPIRATION: "5000",
+        **PLACE,
+    }
+
+
+def test_what_was_replayed_and_waited_keeps_its_first_publish() -> None:
+    """It died in another queue than before."""
+    table = {headers.FORMAT: 1, **PLACE, headers.ORIGINAL_QUEUE: "before", headers.ORIGINAL_USER_ID: "bob"}
+    message = waited(delivery(headers=table))
+    assert message.origin == Origin("orders", "shop", "order.new")
+    assert dict(message.replayed().headers) == {headers.FORMAT: 1, headers.ORIGINAL_USER_ID: "bob", **PLACE}
+
+
+def test_a_dead_letter_of_ours_that_waited_stays_one() -> None:
+    """A consumer of the dead-letter queue has retried and rejected it."""
+    table = {headers.FORMAT: 1, headers.DEAD_LETTER_REASON: "why", headers.EXCEPTION_TYPE: "E", **PLACE}
+    deaths = (("orders.dead", "rejected"), ("orders.dead.retry.1000", "expired"))
+    message = waited(delivery(routing_key="orders.dead", headers={**table, headers.ATTEMPTS: 5}), deaths)
+    assert message.origin == Origin("orders", "shop", "order.new")
+    assert (message.reason, message.cause, message.attempts) == ("why", "E", 5)
+    assert dict(message.replayed().headers) == {headers.FORMAT: 1, **PLACE}
+
+
+def test_the_trace_of_what_waited_is_kept() -> None:
+    item = delivery()
+    item.attempt_context = _CONTEXT
+    message = waited(item)
+    assert message.trace_id == "c" * 32
+    assert message.replayed().headers[headers.TRACE_CONTEXT] == _CONTEXT
+
+
+def test_what_waits_has_no_origin_without_a_death() -> None:
+    """For example, an administrator has moved it, and the queue is unknown."""
+    packed = encode_retry_headers(delivery(exchange="shop"))
+    assert packed is not None
+    assert dead(packed).origin is None
+
+
+def test_a_newer_format_below_the_retry_is_not_replayed() -> None:
+    table = {headers.FORMAT: 1, headers.RETRY: {"moved": [headers.FORMAT]}, headers.ORIGINAL + headers.FORMAT: 2}
+    assert "format 2" in with_headers(table).unreadable
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 5) | st.text(max_size=5) | st.binary(max_size=5) | st.just(AT),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["queue", "time", "x"]), inner),
@@ -137,7 +224,9 @@ NAMES = st.sampled_from(
         "x-last-death-reason",
         "x-delivery-count",
         headers.FORMAT,
+        headers.ATTEMPT,
         headers.ATTEMPTS,
+        headers.TRACE_CONTEXT,
         headers.ORIGINAL_QUEUE,
         headers.LAST_FAILURE,
         headers.DEAD_LETTER_REASON,
@@ -154,6 +243,28 @@ def test_no_header_breaks_the_reading(table: dict[str, object]) -> None:
     assert message.cause
     replayed = message.replayed()
     assert not any(name.startswith("x-death") for name in replayed.headers)
+
+
+CLAIMS = ["exchange", "routing-key", "path", "suspect", "moved", "user-id", "expiration", "lost", "first-failure"]
+CLAIMS += ["last-failure", "exception-type", "exception-message"]
+DEATH_QUEUES = st.sampled_from(["orders.retry.1000", "q.retry." + "9" * 5000, ".quarantine", ""]) | ANYTHING
+
+
+@given(
+    st.dictionaries(NAMES, ANYTHING, max_size=6),
+    st.dictionaries(
+        st.sampled_from(CLAIMS), ANYTHING | st.just("k" * 256) | st.just(["CC", headers.FORMAT, "x-death"])
+    ),
+    DEATH_QUEUES,
+)
+def test_no_retry_header_breaks_the_reading(table: dict[str, object], retry: dict[str, object], queue: object) -> None:
+    said = {headers.ATTEMPT: 2, **table, headers.FORMAT: 1, headers.RETRY: retry, "x-first-death-queue": queue}
+    properties = join_properties({"headers": encode_table(said), "message_id": b"\2id"})  # type: ignore[arg-type]
+    message = dead(properties)
+    assert message.cause
+    replayed = message.replayed()
+    assert replayed.message_id == "id"
+    assert not {headers.RETRY, headers.ATTEMPT, "x-first-death-queue"} & replayed.headers.keys()
 
 
 @given(st.binary(max_size=60))

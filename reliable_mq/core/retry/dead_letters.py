@@ -28,7 +28,7 @@ from reliable_mq.codec import (
     split_properties,
 )
 from reliable_mq.core import headers
-from reliable_mq.core.consumer.attempts import BROKER_COUNTS, printable
+from reliable_mq.core.consumer.attempts import BROKER_COUNTS, AttemptHistory, printable
 from reliable_mq.core.headers import wire_text
 from reliable_mq.errors import ConfigurationError
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.topology import Queue
 
-__all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "Target"]
+__all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "Target", "failure_headers"]
 
 _EMPTY: Final[Mapping[str, object]] = {}
 _CLEARED: Final = ("user_id", "expiration")
@@ -150,7 +150,7 @@ class DeadLetters:
             headers.DEAD_LETTER_REASON: reason,
             headers.CONSUMER: self._consumer,
             headers.PACKAGE_VERSION: self._version,
-            headers.ATTEMPTS: 0,
+            **failure_headers(delivery.failures or AttemptHistory()),
         }
         if not _is_ours(theirs) or headers.ORIGINAL_QUEUE not in theirs:
             table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
@@ -160,16 +160,19 @@ class DeadLetters:
             table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
         if delivery.attempt_context is not None:
             table[headers.TRACE_CONTEXT] = delivery.attempt_context
-        failures = delivery.failures
-        if failures is not None:
-            table[headers.ATTEMPTS] = failures.count
-            if failures.first_at is not None:
-                table[headers.FIRST_FAILURE] = _time(failures.first_at)
-            if failures.last is not None:
-                table[headers.LAST_FAILURE] = _time(failures.last.at)
-                table[headers.EXCEPTION_TYPE] = failures.last.exception_type
-                table[headers.EXCEPTION_MESSAGE] = failures.last.exception_message
         return table
+
+
+def failure_headers(failures: AttemptHistory) -> dict[str, object]:
+    """Return the headers that tell of failed attempts."""
+    table: dict[str, object] = {headers.ATTEMPTS: failures.count}
+    if failures.first_at is not None:
+        table[headers.FIRST_FAILURE] = _time(failures.first_at)
+    if failures.last is not None:
+        table[headers.LAST_FAILURE] = _time(failures.last.at)
+        table[headers.EXCEPTION_TYPE] = failures.last.exception_type
+        table[headers.EXCEPTION_MESSAGE] = failures.last.exception_message
+    return table
 
 
 def _enclosing(raw: bytes, kept: bytes, ours: Mapping[str, object]) -> bytes:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["RetryState", "decode_retry_headers", "encode_retry_headers"]
+__all__ = ["BeforeRetry", "RetryState", "before_retry", "decode_retry_headers", "encode_retry_headers"]
 
 DEATHS: Final = (
     "x-death",
@@ -56,6 +56,15 @@ class RetryState(NamedTuple):
 
     path: tuple[int, ...] = ()  # the delays of the remaining delay queues, in milliseconds
     suspect: bool = False  # whether the message is suspected of killing its consumer
+
+
+class BeforeRetry(NamedTuple):
+    """A message as it was before it waited."""
+
+    exchange: str | None  # None if unknown, as the routing key
+    routing_key: str | None
+    properties: bytes
+    state: RetryState
 
 
 PLAIN: Final = RetryState()
@@ -119,30 +128,50 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     delivery.set_failures(failures_from_headers(ours))
     context = ours.get(headers.TRACE_CONTEXT)
     delivery.attempt_context = context if isinstance(context, str) and len(context) <= LONGEST_CONTEXT else None
+    try:
+        original = before_retry(delivery.properties, ours)
+    except CodecError as error:  # pragma: no cover -- its headers were read above
+        raise ConsumeError(str(error)) from error
+    if original is None:
+        return PLAIN
+    delivery.restore(
+        delivery.exchange if original.exchange is None else original.exchange,
+        delivery.routing_key if original.routing_key is None else original.routing_key,
+        original.properties,
+    )
+    return original.state
+
+
+def before_retry(properties: bytes, ours: Mapping[str, object]) -> BeforeRetry | None:
+    """Return a message as it was before it waited, None if it has not waited.
+
+    Args:
+        properties: The properties of the message.
+        ours: Its headers, at least those of this package.
+
+    Raises:
+        CodecError: If the properties are broken.
+    """
     version, table = ours.get(headers.FORMAT), ours.get(headers.RETRY)
     if isinstance(version, bool) or version != headers.FORMAT_VERSION or not isinstance(table, Mapping):
-        return PLAIN
+        return None
     moved = table.get("moved")
     said = [name for name in moved if isinstance(name, str)] if isinstance(moved, list) else []
     back = {_MOVED[name]: name for name in said if name in _MOVED}
     dropped = (headers.FORMAT, headers.ATTEMPT, headers.RETRY, headers.TRACE_CONTEXT, *DEATHS)
-    try:
-        # In two steps: the added headers must be gone before the original ones take their names again.
-        properties = rewrite_properties(delivery.properties, drop_headers=dropped)
-        segments = split_properties(rewrite_properties(properties, rename_headers=back))
-    except CodecError as error:  # pragma: no cover -- its headers were read above
-        raise ConsumeError(str(error)) from error
+    # In two steps: the added headers must be gone before the original ones take their names again.
+    stripped = rewrite_properties(properties, drop_headers=dropped)
+    segments = split_properties(rewrite_properties(stripped, rename_headers=back))
     for name, key in (("user_id", "user-id"), ("expiration", "expiration")):
         value = _bytes(table.get(key))
         if value is not None:
             segments[name] = bytes((len(value),)) + value
-    exchange, routing_key = _bytes(table.get("exchange")), _bytes(table.get("routing-key"))
-    delivery.restore(
-        delivery.exchange if exchange is None else exchange.decode("utf-8", "surrogateescape"),
-        delivery.routing_key if routing_key is None else routing_key.decode("utf-8", "surrogateescape"),
+    return BeforeRetry(
+        _text(table.get("exchange")),
+        _text(table.get("routing-key")),
         join_properties(segments),
+        RetryState(_path(table.get("path")), table.get("suspect") is True),
     )
-    return RetryState(_path(table.get("path")), table.get("suspect") is True)
 
 
 def _path(value: object) -> tuple[int, ...]:
@@ -156,3 +185,8 @@ def _bytes(value: object) -> bytes | None:
     """Encode a result of `wire_text` as a short string, None if it is too long."""
     encoded = value.encode("utf-8", "surrogateescape") if isinstance(value, str) else value
     return encoded if isinstance(encoded, bytes) and len(encoded) <= 255 else None
+
+
+def _text(value: object) -> str | None:
+    encoded = _bytes(value)
+    return None if encoded is None else encoded.decode("utf-8", "surrogateescape")
