@@ -235,7 +235,7 @@ class SQLiteOutbox(OfOneProcess):
         """Return new leases for one relay."""
         self.open()
         try:
-            return SQLiteRowLeases(self.path, self._timeout, self._file)
+            return SQLiteRowLeases(self.path, self._timeout, self._file, self.open)
         except (sqlite3.Error, OSError) as error:
             raise outbox_error(error, self.path, "opening") from error
 

@@ -20,7 +20,7 @@ import fcntl
 import os
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -90,14 +90,22 @@ class _Key:
 
 
 class SQLiteRowLeases:
-    """The rows that the relay of a SQLite file has taken. Not thread-safe."""
+    """The rows that the relay of a SQLite file has taken. Not thread-safe.
+
+    Args:
+        path: The path of the outbox.
+        timeout: The time to wait for another process, in seconds.
+        file: The files of the outbox.
+        open_outbox: A function that opens the outbox if it is not open, and notes its files.
+    """
 
     keep_every = float("inf")
 
-    def __init__(self, path: Path, timeout: float, file: OpenFile) -> None:
+    def __init__(self, path: Path, timeout: float, file: OpenFile, open_outbox: Callable[[], None]) -> None:
         self._path = path
         self._timeout = timeout
         self._file = file
+        self._open_outbox = open_outbox
         self._lock: int | None = None  # the descriptor of the locked file, if this process is the relay
         self._connection: sqlite3.Connection | None = None
         self._position = 0  # rows up to this one were taken or noted
@@ -244,6 +252,7 @@ class SQLiteRowLeases:
         return os.path.samestat(named, os.fstat(descriptor))
 
     def _connect(self) -> sqlite3.Connection:
+        self._open_outbox()  # opening notes the log, which closing may have removed
         self._file.check()
         connection = sqlite3.connect(
             self._file.real, timeout=self._timeout, isolation_level=None, check_same_thread=False

@@ -214,6 +214,18 @@ def test_an_outbox_can_be_read_after_a_failed_write(outbox: SQLiteOutbox) -> Non
     assert outbox.status().set_aside == 1
 
 
+def test_the_relay_goes_on_after_a_failed_write(outbox: SQLiteOutbox) -> None:
+    """The write closes its connection, and a failed read closes the last one, with which SQLite removes the log."""
+    store(outbox, 1, None)
+    claims = outbox.claims()
+    assert isinstance(claims, sqlite_relay.SQLiteRowLeases)
+    outbox._drop()
+    claims._disconnect()
+    assert not file_of(outbox, "wal").exists()
+    assert len(claims.take(10).rows) == 1
+    claims.close()
+
+
 def test_a_directory_that_cannot_be_read_is_an_outbox_error(tmp_path: Path) -> None:
     """The outbox works again when the directory can be read."""
     directory = tmp_path / "directory"
