@@ -46,6 +46,7 @@ __all__ = [
     "RowOutcome",
     "RowSettlement",
     "UnreadableRow",
+    "damaged_row",
     "delay_after",
     "is_answer",
     "row_from",
@@ -69,6 +70,7 @@ COLUMNS: Final = (
 )
 """The columns of a message; a backend has more, of its own."""
 
+_MESSAGE_ID: Final = COLUMNS.index("message_id")
 _DELAYS: Final = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0)
 LONGEST_DELAY: Final = _DELAYS[-1]
 """Seconds; a row that is due later than this was written by a clock that has jumped since, or began anew."""
@@ -188,6 +190,18 @@ def row_from(
         in_doubt or bool(duplicate),
         claim,
     )
+
+
+def damaged_row(
+    id: int,  # noqa: A002
+    values: Sequence[Any],
+    *,
+    key: str | None = None,
+    claim: str | None = None,
+) -> OutboxRow:
+    """Return a damaged row, to set it aside. Of its message, it has only the id."""
+    message_id = values[_MESSAGE_ID]
+    return OutboxRow(id, Message._from_wire(b"", None, str(message_id)), "", "", True, key, 0, False, claim)  # noqa: SLF001
 
 
 class RowOutcome(enum.Enum):

@@ -40,10 +40,10 @@ from reliable_mq.core.outbox import (
     RowOutcome,
     RowSettlement,
     UnreadableRow,
+    damaged_row,
     row_from,
 )
 from reliable_mq.errors import OutboxError
-from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlalchemy_table import (
     DELAYED,
@@ -125,7 +125,7 @@ class SQLAlchemyRowLeases:
             try:
                 row = row_from(number, values, in_doubt=bool(was_claimed), claim=claim)
             except UnreadableRow as error:
-                row = OutboxRow(number, Message(b""), "", "", True, None, 0, False, claim)
+                row = damaged_row(number, values, claim=claim)
                 taken.damaged.append(RowSettlement(row, RowOutcome.SET_ASIDE, 0.0, str(error)))
                 if found.ordering_key is not None:
                     held.add(found.ordering_key)

@@ -36,9 +36,9 @@ from reliable_mq.core.outbox import (
     RowOutcome,
     RowSettlement,
     UnreadableRow,
+    damaged_row,
     row_from,
 )
-from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlite_file import OpenFile, outbox_error
 
@@ -347,7 +347,7 @@ class SQLiteRowLeases:
             if key is not None:
                 self._hold(key, number)
             if not error.newer:
-                row = OutboxRow(number, Message(b""), "", "", True, key, 0, False)
+                row = damaged_row(number, values, key=key)
                 if key is not None:
                     self._keys.setdefault(key, _Key()).taken += 1
                 self._taken.add(number)

@@ -28,6 +28,7 @@ from reliable_mq.core.outbox import (
     RelaySession,
     RowOutcome,
     UnreadableRow,
+    damaged_row,
     delay_after,
     row_from,
     values_of,
@@ -111,6 +112,14 @@ def test_a_damaged_row_is_refused(changed: dict[str, Any]) -> None:
     with pytest.raises(UnreadableRow) as caught:
         row_from(1, values(**changed))
     assert not caught.value.newer
+
+
+def test_a_damaged_row_keeps_the_id_of_its_message() -> None:
+    """Whatever the id is, nothing else of the row is read."""
+    row = damaged_row(7, values(message_id="order-7" * 100, body=None), key="key", claim="claim")
+    assert (row.id, row.message.message_id, row.message.body) == (7, "order-7" * 100, b"")
+    assert (row.ordering_key, row.claim) == ("key", "claim")
+    assert damaged_row(7, values(message_id=b"\xff")).message.message_id == r"b'\xff'"
 
 
 def test_a_row_in_doubt_is_marked_as_a_possible_duplicate() -> None:

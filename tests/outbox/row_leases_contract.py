@@ -241,6 +241,16 @@ class RowLeasesContract:
         assert table.outbox.purge() == 1
         assert [(row.message.body, row.possible_duplicate) for row in take(claims)] == [(b"2", False)]
 
+    def test_a_damaged_row_has_the_id_of_its_message(self, table: TableOutbox) -> None:
+        """The relay logs it, and an operator decides about the row by it."""
+        table.outbox.write([NewRow(Message(b"0", message_id="order-7"), "", "q", True, None)], [])
+        with table.engine.begin() as connection:
+            connection.execute(update(table.outbox.table).values(properties=b"\xff"))
+        taken = table.outbox.claims().take(10)
+        assert [one.row.message.message_id for one in taken.damaged] == ["order-7"]
+        table.outbox.write([], taken.damaged)
+        assert table.outbox.purge(["order-7"]) == 1
+
     def test_a_damaged_row_without_a_key_holds_no_other(self, table: TableOutbox) -> None:
         """Rows without a key are independent of each other."""
         store(table.outbox, "0", "1")

@@ -65,6 +65,21 @@ def test_a_damaged_row_is_set_aside_and_holds_those_of_its_key(tmp_path: Path, c
     outbox.close()
 
 
+def test_a_damaged_row_has_the_id_of_its_message(tmp_path: Path) -> None:
+    """The relay logs it, and an operator decides about the row by it."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    outbox.write([NewRow(Message(b"0", message_id="order-7"), "", "q", True, None)], [])
+    with closing(sqlite3.connect(tmp_path / "outbox")) as connection, connection:
+        connection.execute("UPDATE outbox SET body = 'text'")
+    claims = outbox.claims()
+    taken = claims.take(10)
+    assert [one.row.message.message_id for one in taken.damaged] == ["order-7"]
+    settle(outbox, claims, taken.damaged)
+    assert outbox.purge(["order-7"]) == 1
+    claims.close()
+    outbox.close()
+
+
 @pytest.mark.parametrize("outcome", [RowOutcome.LATER, RowOutcome.BACK])
 @pytest.mark.parametrize("relay", ["same", "next"])
 @pytest.mark.parametrize("row", ["damaged", "newer"])
