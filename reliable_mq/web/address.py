@@ -1,6 +1,7 @@
 """The filter of a page, as an address, a form, words, and a `Filter`.
 
-The fields are named like the options of ``reliable-mq dlq``. The text of a header or a reason passes through an address
+The fields are named like the options of ``reliable-mq dlq``, which has no ``group``: the letters of one exception and
+one reason, as a page groups them. The text of a header or a reason passes through an address
 unchanged, even if it holds bytes that are not UTF-8.
 """
 
@@ -9,19 +10,31 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final, Self
 from urllib.parse import parse_qsl, urlencode
 
+from reliable_mq.core.consumer.attempts import MESSAGE_LIMIT
 from reliable_mq.deadletters import Filter
-from reliable_mq.deadletters.filter import age_in_seconds
+from reliable_mq.deadletters.filter import Filterable, age_in_seconds
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["FIELDS", "Choice", "Fields", "ago", "encoded", "exactly", "exception_pattern"]
+__all__ = ["FIELDS", "Choice", "Fields", "ago", "encoded", "exactly", "group_of"]
 
 #: The fields of a filter.
-FIELDS: Final = ("exception", "reason", "from-queue", "message-id", "header", "older-than", "newer-than", "letter")
+FIELDS: Final = (
+    "exception",
+    "reason",
+    "from-queue",
+    "message-id",
+    "header",
+    "older-than",
+    "newer-than",
+    "letter",
+    "group",
+)
 _MOST_FIELDS: Final = 2000
-_SINGLE: Final = frozenset({"exception", "reason", "from-queue", "older-than", "newer-than"})
+_SINGLE: Final = frozenset({"exception", "reason", "from-queue", "older-than", "newer-than", "group"})
 _WORDS: Final = {
     "exception": "exception {}",
     "reason": "reason with “{}”",
@@ -77,6 +90,21 @@ class Fields:
         return int(text)
 
 
+def group_of(message: Filterable) -> tuple[str, str]:
+    """Return the exception and the reason of a letter, as far as a page lists them."""
+    return message.exception_type[:MESSAGE_LIMIT], message.reason[:MESSAGE_LIMIT]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _GroupFilter(Filter):
+    """A filter for the letters of one group."""
+
+    group: tuple[str, str]
+
+    def matches(self, message: Filterable, now: datetime) -> bool:
+        return group_of(message) == self.group and super().matches(message, now)
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A selection of dead letters, for a page to show or an operation to process."""
@@ -112,7 +140,8 @@ class Choice:
             if header in headers:
                 raise ConfigurationError(f"header {header!r} is named twice")
             headers[header] = value
-        made = Filter(
+        make = partial(_GroupFilter, group=_group(single["group"])) if "group" in single else Filter
+        made = make(
             exception=single.get("exception"),
             reason=single.get("reason"),
             queue=single.get("from-queue"),
@@ -123,6 +152,11 @@ class Choice:
             newer_than=_age("newer-than", single),
         )
         return cls(pairs, made)
+
+    def query_of_group(self, exception: str, reason: str) -> str:
+        """Return the query that selects one group of these letters."""
+        others = [pair for pair in self.pairs if pair[0] != "group"]
+        return encoded([*others, ("group", encoded([("exception", exception), ("reason", reason)]))])
 
     @property
     def everything(self) -> bool:
@@ -143,20 +177,25 @@ class Choice:
         return dict(self.pairs)
 
     @property
+    def group(self) -> str:
+        """The group in words, empty if the letters may be of several."""
+        if not isinstance(self.filter, _GroupFilter):
+            return ""
+        exception, reason = self.filter.group
+        return f"{exception or 'no exception'} · {reason or 'reason unknown'}"
+
+    @property
     def words(self) -> str:
         parts = [_WORDS[name].format(value) for name, value in self.pairs if name in _WORDS]
         if self.selected:
             parts.insert(0, "1 selected letter" if self.selected == 1 else f"{self.selected} selected letters")
+        if self.group:
+            parts.append(f"group {self.group}")
         return ", ".join(parts) or "all letters"
 
 
 def encoded(pairs: Iterable[tuple[str, str]]) -> str:
     return urlencode([*pairs], errors="surrogateescape")
-
-
-def exception_pattern(name: str) -> str:
-    """Return a pattern that matches only this class name, even if it has outer spaces."""
-    return "".join(f"[{char}]" if char in "[*?" or char.isspace() else char for char in name)
 
 
 def exactly(when: datetime) -> str:
@@ -175,6 +214,13 @@ def ago(when: datetime, now: datetime) -> str:
             rest = seconds % size // rest_size
             return f"{seconds // size} {unit} {rest} {rest_unit} ago" if rest else f"{seconds // size} {unit} ago"
     return f"{seconds} s ago"
+
+
+def _group(text: str) -> tuple[str, str]:
+    match Fields(text).pairs:
+        case [("exception", exception), ("reason", reason)]:
+            return exception, reason
+    raise ConfigurationError(f"group must be an exception and a reason, as in the link of a group, not {text!r}")
 
 
 def _header(text: str) -> tuple[str, str]:

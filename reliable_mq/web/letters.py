@@ -30,7 +30,7 @@ from reliable_mq.deadletters.queue import depths
 from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
-from reliable_mq.web.address import encoded, exception_pattern
+from reliable_mq.web.address import group_of
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
@@ -219,8 +219,8 @@ class Letter:
 class LetterGroup:
     """The letters that share one exception and one reason.
 
-    `exception` is empty for letters without an exception. `oldest` and `newest` are the times at which the first and
-    the last letter died, or None if no such time is known.
+    `exception` is empty for letters without an exception, `reason` if it is unknown. `oldest` and `newest` are
+    the times at which the first and the last letter died, or None if no such time is known.
     """
 
     exception: str
@@ -228,12 +228,6 @@ class LetterGroup:
     count: int
     oldest: datetime | None
     newest: datetime | None
-
-    @property
-    def query(self) -> str:
-        """The filter that selects the group, as the query of an address."""
-        pairs = [("exception", exception_pattern(self.exception)), ("reason", self.reason)]
-        return encoded((name, value) for name, value in pairs if value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +294,7 @@ class QueueReading:
         oldest: dict[tuple[str, str], datetime] = {}
         newest: dict[tuple[str, str], datetime] = {}
         for letter in letters:
-            key = (letter.exception_type, letter.reason)
+            key = group_of(letter)
             counts[key] += 1
             if letter.died_at is not None:
                 oldest[key] = min(letter.died_at, oldest.get(key, letter.died_at))

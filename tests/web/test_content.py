@@ -10,12 +10,11 @@ import hashlib
 import json
 import re
 from datetime import UTC, datetime, timedelta
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import reliable_mq.web
@@ -24,7 +23,7 @@ from reliable_mq.codec import encode_properties, encode_table, join_properties
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.web import pages
-from reliable_mq.web.address import Choice, Fields, ago, encoded, exception_pattern
+from reliable_mq.web.address import Choice, Fields, ago, encoded
 from reliable_mq.web.content import body_as, edit_problem, visible
 
 if TYPE_CHECKING:
@@ -121,6 +120,15 @@ def test_an_address_carries_every_filter(pairs: list[tuple[str, str]]) -> None:
     assert Choice.of(Fields(choice.query)) == choice
 
 
+@given(st.text(), st.text())
+def test_an_address_carries_every_group(exception: str, reason: str) -> None:
+    assume(_is_text(exception) and _is_text(reason))
+    query = Choice.of_pairs([("from-queue", "orders")]).query_of_group(exception, reason)
+    choice = Choice.of(Fields(query))
+    assert choice.query_of_group(exception, reason) == choice.query == query
+    assert not choice.filter.everything
+
+
 def _is_text(value: str) -> bool:
     """Return whether the bytes of a header can be decoded to this text."""
     try:
@@ -132,13 +140,6 @@ def _is_text(value: str) -> bool:
 def test_bytes_that_are_no_text_come_back() -> None:
     reason = b"caf\xe9 \xff".decode("utf-8", "surrogateescape")
     assert Choice.of(Fields(encoded([("reason", reason)]))).filter.reason == reason
-
-
-@given(st.text(alphabet="ab*?[]!-. \u2028", max_size=8), st.text(alphabet="ab*?[]!-. \u2028", max_size=8))
-def test_the_pattern_of_a_class_matches_it_alone(name: str, other: str) -> None:
-    assert fnmatchcase(name, exception_pattern(name))
-    assert fnmatchcase(other, exception_pattern(name)) == (other == name)
-    assert exception_pattern(name).strip() == exception_pattern(name)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,7 @@ def test_the_filter_is_in_the_address(page: Page, broker: MemoryBroker, query: s
         ("header=tenant", "header must be NAME=VALUE, not 'tenant'"),
         ("excepton=ValueError", "'excepton' is not a field of a filter: the fields are exception, reason, from-queue"),
         ("exception=ValueError&from_queue=orders", "'from_queue' is not a field of a filter"),
+        ("group=ValueError", "group must be an exception and a reason, as in the link of a group, not 'ValueError'"),
         ("exception=ValueError&exception=*Timeout", "exception is given twice: a filter has only one"),
     ],
 )
@@ -214,6 +215,50 @@ def test_letters_are_grouped_by_exception_and_reason(page: Page, broker: MemoryB
     assert "ValueError 5 of 5 attempts failed 3" in plain(html)
     (link,) = (unescape(found) for found in re.findall(r'href="(/letters[^"]*100[^"]*)"', html))
     assert ">1 letter" in browser.get(link).text
+
+
+def of_group(number: int, exception: str, reason: str, queue: str = "orders") -> Message:
+    return letter(
+        number,
+        **{headers.EXCEPTION_TYPE: exception, headers.DEAD_LETTER_REASON: reason, headers.ORIGINAL_QUEUE: queue},
+    )
+
+
+def rows_of_groups(html: str) -> list[tuple[str, int]]:
+    """Return the link and the count of each group."""
+    found = re.findall(r'"Exception"><a href="([^"]*)".*?"Letters">(\d+)<', html, re.DOTALL)
+    return [(unescape(link), int(count)) for link, count in found]
+
+
+@pytest.mark.parametrize("chosen", ["", "&from-queue=orders"])
+def test_the_link_of_a_group_selects_as_many_letters(page: Page, broker: MemoryBroker, chosen: str) -> None:
+    """It selects letters without an exception or a reason, and keeps the filter."""
+    groups = [("", ""), ("app.E", "x expired"), ("", "expired"), ("app.E", ""), ("E", "x expired"), ("", "Expired")]
+    for number, (exception, reason) in enumerate(groups):
+        broker.add("orders.dead", *[of_group(number, exception, reason)] * (number + 1))
+        broker.add("orders.dead", of_group(number, exception, reason, "mail"))
+    browser = page()
+    rows = rows_of_groups(browser.get(f"/letters?queue=orders.dead{chosen}").text)
+    assert [count for _, count in rows] == [count + (not chosen) for count in (6, 5, 4, 3, 2, 1)]
+    for link, count in rows:
+        html = browser.get(link).text
+        assert f"{count} letter" in plain(html[html.index('<h2 id="letters">') :])
+        assert chosen in link
+        assert rows_of_groups(html) == [(link, count)]
+
+
+def test_an_operation_on_a_group_processes_only_its_letters(page: Page, broker: MemoryBroker) -> None:
+    """Long texts are in the link as far as they are listed. The form to filter keeps the group."""
+    broker.add("orders.dead", of_group(1, "", ""), of_group(2, "app." + "E" * 600, "why " * 200), of_group(3, "", "x"))
+    browser = page(allow_changes=True)
+    (link,) = (link for link, _ in rows_of_groups(browser.get("/letters?queue=orders.dead").text) if "EEE" in link)
+    html = browser.get(link).text
+    (choice,) = {unescape(found) for found in re.findall(r'name="choice" value="([^"]*)"', html)}
+    (group,) = (unescape(found) for found in re.findall(r'name="group" value="([^"]*)"', html))
+    assert ">1 letter" in browser.get("/letters", params={"queue": "orders.dead", "group": group, "reason": "WHY"}).text
+    browser.post("/purge", data={"queue": "orders.dead", "choice": choice, "go": "purge", "name": "orders.dead"})
+    wait_until(lambda: len(broker.queues["orders.dead"]) == 2, timeout=20, what="the end of the purge")
+    assert sorted(broker.bodies("orders.dead")) == [b'{"order":1}', b'{"order":3}']
 
 
 def test_a_letter_is_shown_in_full(page: Page, broker: MemoryBroker) -> None:
