@@ -78,11 +78,13 @@ class Source:
         self._lock = threading.Lock()
         self._names: list[str] = [] if callable(queues) else [_name(queue) for queue in queues]
         self._names_until = 0.0
+        self._searching = threading.Lock()
+        self._found = False  # whether a search has succeeded
+        self._error: Exception | None = None  # of the last search
         self._opened: dict[str, None] = {}
         self._depths: dict[str, int | None] = {}
         self._depths_until = 0.0
         self.any_queue = any_queue
-        self.problem = ""  # the error of the last search for queues, shown above the list
         if not any_queue and not callable(queues) and not self._names:
             raise ConfigurationError("queues must name at least one, or any_queue=True let users name them")
 
@@ -95,11 +97,19 @@ class Source:
 
         May block to search for queues.
         """
-        return given if given in self.names() else given.strip()
+        stripped = given.strip()
+        return stripped if stripped == given or given not in self.names() else given
 
     def allows(self, queue: str) -> bool:
-        """Return whether the page may open a queue. May block to search for queues."""
-        return bool(queue) and (self.any_queue or queue in self.names())
+        """Return whether the page may open a queue. May block to search for queues.
+
+        Raises the error of the search if none has succeeded: the queue may be one of the page's.
+        """
+        if not queue or self.any_queue or queue in self.names():
+            return bool(queue)
+        if self._error is not None and not self._found:
+            raise self._error.with_traceback(None)
+        return False
 
     def remember(self, queue: str) -> None:
         """Add a queue that was opened by name to the list."""
@@ -109,18 +119,16 @@ class Source:
                 del self._opened[next(iter(self._opened))]
 
     def names(self) -> list[str]:
-        """Return the names of the queues, each once. May block to search for queues."""
-        with self._lock:
-            due = self._find is not None and time.monotonic() >= self._names_until
-            if due:
-                self._names_until = time.monotonic() + _NAMES_KEPT
-        if due and self._find is not None:
+        """Return the names of the queues, each once. May block to search for queues.
+
+        During a search, others get the names of the previous one. Until a search has succeeded, they wait for it.
+        """
+        if self._find is not None and self._searching.acquire(blocking=not self._found):
             try:
-                found, problem = sorted(self._find()), ""
-            except ReliableMQError as error:
-                found, problem = self._names, str(error)
-            with self._lock:
-                self._names, self.problem = found, problem
+                if time.monotonic() >= self._names_until:
+                    self._search(self._find)
+            finally:
+                self._searching.release()
         with self._lock:
             return [*dict.fromkeys([*self._names, *self._opened])]
 
@@ -141,10 +149,29 @@ class Source:
             self._depths, self._depths_until = found, time.monotonic() + _DEPTHS_KEPT
         return found
 
+    @property
+    def problem(self) -> str:
+        """The error of the last search for queues, shown above the list."""
+        error = self._error
+        return "" if error is None else str(error)
+
     def changed(self) -> None:
         """Discard the cached depths, because a queue has changed."""
         with self._lock:
             self._depths_until = 0.0
+
+    def _search(self, find: Callable[[], Sequence[str]]) -> None:
+        try:
+            names = sorted(find())
+        except Exception as error:
+            self._error = error
+            if not isinstance(error, ReliableMQError):
+                raise
+        else:
+            with self._lock:
+                self._names, self._error, self._found = names, None, True
+        finally:
+            self._names_until = time.monotonic() + _NAMES_KEPT
 
 
 def _name(queue: Queue | str) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from reliable_mq import Message
 from reliable_mq.core import headers
-from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web import DeadLetterApp
 from reliable_mq.web.jobs import Job, Jobs
@@ -406,6 +406,62 @@ def test_two_users_who_open_a_queue_at_once_read_it_once(
         assert "id-1" in browser.get("/letters?queue=orders.dead").text
         assert "id-1" in second[0].result(20).text
     assert broker.reads == 1
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_queue_is_unknown_while_names_are_searched(page: Page, broker: MemoryBroker, fails: bool) -> None:
+    """The first search may take long. All requests wait for it, and get its error. A later error keeps the names."""
+    broker.add("orders.dead", letter(1))
+    searching, found, away = threading.Event(), threading.Event(), [fails]
+    searches = []
+
+    def names() -> list[str]:
+        searches.append(1)
+        searching.set()
+        assert found.wait(20)
+        if away[0]:
+            raise BrokerUnavailable("the management API is away")
+        return ["orders.dead"]
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        browser = page(names)
+        first = pool.submit(browser.get, "/letters?queue=orders.dead")
+        assert searching.wait(20)
+        second = pool.submit(browser.post, "/replay", data={"queue": "orders.dead", "choice": ""})
+        assert wait([second], 0.3).not_done
+        found.set()
+        for answer in (first.result(20), second.result(20)):
+            assert answer.status_code == (503 if fails else 200)
+            assert not fails or "the management API is away" in plain(answer.text)
+        assert len(searches) == 1
+        patch.setattr("reliable_mq.web.letters._NAMES_KEPT", 0.0)
+        browser = page(names)
+        for away[0], status in ((True, 503), (False, 200), (True, 200)):
+            assert browser.get("/letters?queue=orders.dead").status_code == status
+        assert browser.get("/letters?queue=other.dead").status_code == 404
+        assert "the management API is away" in plain(browser.get("/").text)
+
+
+def test_a_queue_is_opened_by_name_without_a_search(page: Page, broker: MemoryBroker) -> None:
+    """It does not wait for a search that takes long, or fail with it."""
+    broker.add("orders.dead", letter(1))
+
+    def names() -> list[str]:
+        raise AssertionError("nothing is searched")
+
+    assert "id-1" in page(names, any_queue=True).get("/letters?queue=orders.dead").text
+
+
+def test_an_unexpected_error_of_the_search_is_no_404(page: Page) -> None:
+    """A bug in the function is not hidden by a page that shows no queue."""
+
+    def names() -> list[str]:
+        raise KeyError("a bug")
+
+    browser = page(names)
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            browser.get("/letters?queue=orders.dead")
 
 
 def test_a_queue_that_has_gone_is_forgotten(page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
