@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import enum
+import os
 import secrets
 import threading
 import time
@@ -177,6 +178,11 @@ class Jobs:
             current = self._current.get(queue)
             waiting = [job for job, _ in self._lines.get(queue, ())]
             return [*([] if current is None else [current]), *waiting]
+
+    def opened_file(self, job: Job) -> int | None:
+        """Return a new descriptor of an export's file, or None if it is not kept."""
+        with self._lock:
+            return None if job.file is None else os.dup(job.file.fileno())
 
     def close(self, timeout: float) -> bool:
         """Stop all operations and wait for them. Return whether all have ended."""

@@ -274,12 +274,9 @@ class Pages:
 
     async def file(self, request: Request) -> Response:
         job = self._job(Fields(request.url.query))
-        if job.file is None:
+        descriptor = self._operations.jobs.opened_file(job)
+        if descriptor is None:
             raise HTTPException(404, "This export is no longer kept: export again.")
-        try:
-            descriptor = os.dup(job.file.fileno())
-        except ValueError as error:  # closed meanwhile
-            raise HTTPException(404, "This export is no longer kept: export again.") from error
         name = f"{_file_name(job.queue)}-{job.begun:%Y%m%d-%H%M%S}.jsonl"
         return _Download(descriptor, media_type="application/jsonl", headers=_attachment(name))
 

@@ -7,8 +7,9 @@ import json
 import re
 import resource
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -19,6 +20,7 @@ from reliable_mq.core import headers
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
+from reliable_mq.web import DeadLetterApp
 from reliable_mq.web.operations import AuditLog
 from tests.hostile_exceptions import Textless
 from tests.leftovers import nothing_left
@@ -218,6 +220,36 @@ def test_an_export_is_downloaded(page: Page, broker: MemoryBroker) -> None:
     assert [line["body"] for line in lines] == [f'{{"order":{number}}}' for number in (0, 2, 4, 6, 8)]
     assert re.fullmatch(r'attachment; filename="orders\.dead-[\d-]+\.jsonl"', file.headers["content-disposition"])
     assert len(broker.queues[QUEUE]) == 10
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_export_is_not_dropped_while_it_is_opened(page: Page) -> None:
+    """Otherwise its descriptor might be that of another file. After it was dropped, the page says so."""
+    browser = page()
+    answer = browser.post("/export", data={"queue": QUEUE, "choice": ""})
+    ended(browser, answer)
+    app = browser.app
+    assert isinstance(app, DeadLetterApp)
+    job = app._operations.jobs.get(answer.url.params["id"])
+    assert job is not None
+    assert job.file is not None
+    descriptor = job.file.fileno
+    dropped: list[Future[bool]] = []
+
+    def fileno() -> int:
+        number = descriptor()
+        dropped.append(pool.submit(app.close))
+        wait(dropped, 0.3)
+        return number
+
+    path = str(answer.url).replace("/job?", "/file?")
+    with ThreadPoolExecutor(1) as pool:
+        job.file = SimpleNamespace(fileno=fileno, close=job.file.close)  # type: ignore[assignment]
+        assert len(browser.get(path).text.splitlines()) == 10
+        assert dropped[0].result(20)
+    answer = browser.get(path)
+    assert answer.status_code == 404
+    assert "no longer kept" in plain(answer.text)
 
 
 @pytest.mark.usefixtures("letters")
