@@ -13,7 +13,7 @@ import inspect
 import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 from urllib.parse import quote
 
 from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, is_text, seconds, whole_number
@@ -23,6 +23,8 @@ from reliable_mq.tls import TLSOptions
 __all__ = ["ConnectionSettings", "Credentials", "CredentialsCallback", "Endpoint", "Mechanism"]
 
 Mechanism = Literal["PLAIN", "EXTERNAL"]
+
+_LONGEST_PATH: Final = 127  # characters of a path, such as a virtual host, in AMQP 0-9-1, which aiormq checks
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +145,10 @@ class ConnectionSettings:
             if endpoint in self.endpoints[:index]:
                 raise ConfigurationError(f"host {endpoint} is given twice")
         _check_short_string("virtual_host", self.virtual_host)
+        if len(self.virtual_host) > _LONGEST_PATH:
+            raise ConfigurationError(
+                f"virtual_host has {len(self.virtual_host)} characters; {_LONGEST_PATH} is the most"
+            )
         if self.tls is not None and not isinstance(self.tls, TLSOptions):
             raise ConfigurationError(f"tls must be TLSOptions, not {type(self.tls).__name__}")
         self._check_authentication()
@@ -188,7 +194,13 @@ class ConnectionSettings:
             raise ConfigurationError(
                 f"the credentials callback must return (username, password), not {type(answer).__name__}"
             )
-        return Credentials(*answer)
+        try:
+            return Credentials(*answer)
+        except ConfigurationError as error:
+            if not all(isinstance(part, str) for part in answer):
+                raise
+            text = f"the credentials callback returned credentials that are refused: {error}"
+            raise BrokerUnavailable(text) from error
 
     def _check_authentication(self) -> None:
         if self.mechanism == "EXTERNAL":

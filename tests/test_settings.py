@@ -72,6 +72,7 @@ def test_loopback_is_known_without_a_resolver(host: str, loopback: bool) -> None
         ({"endpoints": HERE * 2}, "localhost:5672 is given twice"),
         ({"virtual_host": ""}, "virtual_host must be text"),
         ({"virtual_host": "é" * 128}, "virtual_host has 256 bytes"),
+        ({"virtual_host": "v" * 128}, "virtual_host has 128 characters; 127 is the most"),
         ({"virtual_host": 5}, "virtual_host must be text"),
         ({"virtual_host": "\udcff"}, "virtual_host must be text that UTF-8 can carry"),
         ({"tls": True}, "tls must be TLSOptions, not bool"),
@@ -173,6 +174,17 @@ def test_the_callback_may_make_credentials_that_are_refused() -> None:
         settings(credentials=lambda: Credentials("u", CANARY, expires_in=-3)).resolve_credentials()
     assert not caught.value.permanent
     assert CANARY not in str(caught.value)
+
+
+def test_the_callback_may_return_a_password_that_is_refused() -> None:
+    """A file may be empty while it is replaced, and the callback is called again."""
+    answers = [("u", ""), ("u", "p\0"), ("u", "p")]
+    asked = settings(credentials=lambda: answers.pop(0))
+    for text in ("the password of user 'u' is empty", "password holds a NUL"):
+        with pytest.raises(BrokerUnavailable, match=text) as caught:
+            asked.resolve_credentials()
+        assert not caught.value.permanent
+    assert asked.resolve_credentials() == Credentials("u", "p")
 
 
 def test_a_token_in_the_place_of_its_lifetime_is_not_shown() -> None:

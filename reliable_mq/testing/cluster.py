@@ -549,7 +549,7 @@ def _add_replicas(node: ClusterNode) -> None:
 
 
 def _complete_coordinator(node: ClusterNode) -> None:
-    """Add a node to the stream coordinator. Blocks until each node of the cluster is a member."""
+    """Add missing nodes to the stream coordinator. Blocks until all are members."""
     found = ""
 
     def complete() -> bool:

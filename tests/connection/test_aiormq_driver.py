@@ -53,6 +53,7 @@ def caused(error: Exception, cause: Exception) -> Exception:
         (ssl.SSLError(1, "wrong version number"), False, "TLS failed", False),
         (MechanismNotOffered("the broker does not offer SASL mechanism EXTERNAL"), False, "mechanism EXTERNAL", True),
         (aiormq_errors.ProtocolSyntaxError(), False, "another version of the protocol", False),
+        (aiormq_errors.InvalidFrameError("Expected OpenOk"), False, "during the handshake: Expected OpenOk", False),
         (aiormq_errors.AMQPConnectionError("eof"), False, "closed before the handshake", False),
         (aiormq_errors.AMQPConnectionError("eof"), True, "connection was closed", False),
         (Aborted("our reason"), True, "our reason", False),

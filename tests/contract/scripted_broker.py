@@ -298,6 +298,8 @@ class Connection(threading.Thread):
             case commands.Connection.StartOk():
                 self.send(commands.Connection.Tune(2047, self.broker.frame_max, self.broker.heartbeat))
             case commands.Connection.Open():
+                for _ in range(self.broker.heartbeats_before_open):
+                    self.send(Heartbeat(), channel=0)
                 self.send(commands.Connection.OpenOk())
             case commands.Connection.UpdateSecret():
                 if not self.broker.secrets_unanswered:
@@ -397,6 +399,7 @@ class ScriptedBroker:
         declare_seconds: the time to declare or find a queue.
         count: the ready messages and the consumers of every queue.
         frame_max, heartbeat: offered to later clients; bytes and seconds.
+        heartbeats_before_open: the heartbeats that later clients get before ``connection.open-ok``.
         secrets_unanswered: whether ``connection.update-secret`` gets no answer, as on a blocked connection.
         seen: the names of all methods read, in order.
         published, settlements: the publishes and settlements read.
@@ -420,6 +423,7 @@ class ScriptedBroker:
         self.secrets_unanswered = False
         self.frame_max = 131072
         self.heartbeat = 60
+        self.heartbeats_before_open = 0
         self.seen: list[str] = []
         self.published: list[Published] = []
         self.settlements: list[Settlement] = []

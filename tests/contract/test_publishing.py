@@ -926,6 +926,17 @@ def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: Ne
 # -- start and end -----------------------------------------------------------------------------------------------------
 
 
+def test_heartbeats_may_come_before_the_virtual_host_is_open(
+    broker: ScriptedBroker, new_publisher: NewPublisher
+) -> None:
+    """The broker may have to ask another server whether the user may open it."""
+    broker.heartbeats_before_open = 3
+    with new_publisher() as publisher:
+        publisher.connect()
+        assert publisher.connected
+    assert len(broker.connections) == 1
+
+
 @pytest.mark.slow
 def test_connecting_again_tries_every_host(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
     """The first host accepts connections and never answers."""

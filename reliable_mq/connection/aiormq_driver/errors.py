@@ -46,6 +46,8 @@ def _what_happened(cause: BaseException | None, *, opened: bool) -> str:
     match cause:
         case MechanismNotOffered() | Aborted():
             return str(cause)
+        case aiormq.exceptions.InvalidFrameError():
+            return f"an unexpected frame during the handshake: {cause}"
         case aiormq.exceptions.ProtocolSyntaxError() | aiormq.exceptions.IncompatibleProtocolError():
             return "the broker wants another version of the protocol"
         case aiormq.exceptions.AMQPConnectionError() if not opened:

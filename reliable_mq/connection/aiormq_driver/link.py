@@ -363,6 +363,15 @@ class Link:
             self._heartbeat_at = now
             self._pass_on(_HEARTBEAT_FRAME)
 
+    def _return_heartbeat(self) -> None:
+        """Send a heartbeat for one that comes before the virtual host is open.
+
+        The broker may take its time for that. aiormq would take the heartbeat for the broker's answer, and sends none
+        itself before that answer.
+        """
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(_HEARTBEAT_FRAME)
+
     def _pass_on(self, frame: bytes) -> None:
         if self._stream is not None and not self._stream.at_eof():
             self._stream.feed_data(frame)
@@ -377,6 +386,9 @@ class Link:
             return
         if frame[1:3] != _NO_CHANNEL:
             self._channels.receive(frame)
+            return
+        if frame == _HEARTBEAT_FRAME and self._state is LinkState.OPENING:
+            self._return_heartbeat()
             return
         method = methods.method_of(frame)
         if method == methods.CONNECTION_BLOCKED:
