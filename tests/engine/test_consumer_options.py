@@ -261,13 +261,13 @@ def test_acks_are_batched_while_a_handler_runs_and_sent_at_rest() -> None:
 
 @pytest.mark.parametrize(("given", "key"), [({}, "shop//|a%7Cb|m"), ({"idempotency_namespace": "x"}, "x|a%7Cb|m")])
 def test_claiming_is_by_virtual_host_and_queue(given: dict[str, Any], key: str) -> None:
-    claiming = options("a|b", idempotency=MemoryStore(), **given).new_claiming()
+    claiming = options("a|b", idempotency=MemoryStore(), **given).new_claiming(lambda: 0.0)
     assert claiming is not None
     assert (
         claiming.key_of(delivery(message_id="m", source=ChannelGeneration(1, 1, "a|b", namespace_of("shop", "/"))))
         == key
     )
-    assert options().new_claiming() is None
+    assert options().new_claiming(lambda: 0.0) is None
 
 
 SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})

@@ -16,6 +16,7 @@ from reliable_mq.testing import cluster as lab
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+SMALL = "[{rabbit_stream_coordinator,'rabbit@rabbit-1'}]"  # the members of the stream coordinator
 REFUSED = '[{{resource,<<"/">>,queue,<<"orders">>},{error,2,timeout}}]'
 
 
@@ -65,7 +66,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, cluster: RabbitMQCluster, answers: I
 
 
 def test_a_refused_replica_is_asked_for_again(cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter([REFUSED, "[]"])
+    answers = iter([SMALL, "complete", REFUSED, "[]"])
     answer(monkeypatch, cluster, answers)
 
     cluster.start()
@@ -76,9 +77,19 @@ def test_a_refused_replica_is_asked_for_again(cluster: RabbitMQCluster, monkeypa
 
 def test_a_missing_replica_fails_the_start(cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "_TIMEOUT", 0.0)
-    answer(monkeypatch, cluster, iter([REFUSED] * 2))
+    answer(monkeypatch, cluster, iter(["complete", REFUSED, REFUSED]))
 
     with pytest.raises(TimeoutError, match=r"rabbit@rabbit-3 has a replica of .*orders"):
         cluster.start()
 
     assert cluster.nodes[2].disk_lost  # so that the next start asks again
+
+
+def test_a_small_stream_coordinator_fails_the_start(cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab, "_TIMEOUT", 0.0)
+    answer(monkeypatch, cluster, iter([SMALL] * 2))
+
+    with pytest.raises(TimeoutError, match=r"a stream coordinator on every node: .*rabbit@rabbit-1"):
+        cluster.start()
+
+    assert cluster.nodes[2].disk_lost
