@@ -122,8 +122,12 @@ class BlockingStore:
             answer = asyncio.run_coroutine_threadsafe(question, self._loop)
         except RuntimeError as error:  # the loop is closed
             question.close()
-            raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error
+            raise _loop_ended(error) from error
         try:
             return answer.result()
         except concurrent.futures.CancelledError as error:  # the loop is ending
-            raise IdempotencyStoreError(f"the event loop of the store has ended: {error!r}") from error
+            raise _loop_ended(error) from error
+
+
+def _loop_ended(error: BaseException) -> IdempotencyStoreError:
+    return IdempotencyStoreError(f"the event loop of the store has ended: {error!r}")

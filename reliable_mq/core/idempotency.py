@@ -24,7 +24,16 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = ["Claim", "ClaimStatus", "CommitStatus", "InboxClaim", "SettlementRetries", "checked_key", "namespace_of"]
+__all__ = [
+    "Claim",
+    "ClaimStatus",
+    "CommitStatus",
+    "InboxClaim",
+    "SettlementRetries",
+    "checked_key",
+    "key_prefix",
+    "namespace_of",
+]
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
@@ -33,6 +42,11 @@ def namespace_of(cluster: str, virtual_host: str) -> str:
     The name is the same for connections to every node of a cluster.
     """
     return f"{cluster.replace('%', '%25').replace('/', '%2F')}/{virtual_host}"
+
+
+def key_prefix(namespace: str, queue: str) -> str:
+    """Return the beginning of the keys of a queue, and of no other queue's keys."""
+    return "".join(part.replace("%", "%25").replace("|", "%7C") + "|" for part in (namespace, queue))
 
 
 def checked_key(key: object) -> str | None:

@@ -25,10 +25,9 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
-from operator import attrgetter
 from typing import Final, TypeAlias
 
-from reliable_mq.core.consumer.handler import ClaimPolicy
+from reliable_mq.core.idempotency import key_prefix
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.filter import Filter
@@ -381,15 +380,8 @@ class Replay:
         """Return the key that a consumer without an ``idempotency_key`` claims."""
         if message.origin is None or not message.origin.queue or not message.message_id:
             return None
-        claiming = ClaimPolicy(
-            queue=message.origin.queue,
-            namespace=self.namespace,
-            key=attrgetter("message_id"),
-            lease=1.0,
-            max_attempts=1,
-            clock=time.monotonic,
-        )
-        return claiming.key_of(message.delivery)
+        namespace = message.delivery.source.namespace if self.namespace is None else self.namespace
+        return key_prefix(namespace, message.origin.queue) + message.message_id
 
     def _wait_for_turn(self) -> None:
         if self._pace is None:

@@ -321,7 +321,7 @@ class BaseSubscription(NullListener):
         """Forget the channel. The broker delivers all unacked messages again."""
         self._vitals.unsubscribed(printable(loss.text))
         if self.claiming is not None:
-            self.claiming.answered()  # the deliveries whose claims would show that the store is back are gone
+            self.claiming.failing = None  # the deliveries whose claims would show that the store is back are gone
         self._delivery_check.end()
         self._in_quarantine = False
         self._record.lost(time.monotonic())

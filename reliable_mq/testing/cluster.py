@@ -348,9 +348,10 @@ class RabbitMQCluster:
         self._forget(empty)
         self._each(empty, lambda node: node.start(timeout=_TIMEOUT))
         self._drained.difference_update(dead)
-        for node in lost:
+        if lost:
             self._wait_for_members()
-            _complete_coordinator(node)
+            _complete_coordinator(lost[0])
+        for node in lost:
             _add_replicas(node)
             node.disk_lost = False
 
@@ -538,26 +539,24 @@ def _wait_until_dispensable(node: ClusterNode, timeout: float) -> None:
 
 def _add_replicas(node: ClusterNode) -> None:
     """Add a replica of every quorum queue and stream. Blocks until the node has them."""
-    refused = ""
-
-    def complete() -> bool:
-        nonlocal refused
-        refused = node.evaluate(_ADD_REPLICAS.format(node=node.name))
-        return refused == "[]"
-
-    wait_until(complete, timeout=_TIMEOUT, what=lambda: f"{node.name} has a replica of {refused}", interval=0.2)
+    _evaluate_until("[]", node, _ADD_REPLICAS.format(node=node.name), f"{node.name} has a replica of")
 
 
 def _complete_coordinator(node: ClusterNode) -> None:
     """Add missing nodes to the stream coordinator. Blocks until all are members."""
+    _evaluate_until("complete", node, _COMPLETE_COORDINATOR, "a stream coordinator on every node:")
+
+
+def _evaluate_until(value: str, node: ClusterNode, expression: str, what: str) -> None:
+    """Block until an expression has a value. A timeout shows the last value."""
     found = ""
 
     def complete() -> bool:
         nonlocal found
-        found = node.evaluate(_COMPLETE_COORDINATOR)
-        return found == "complete"
+        found = node.evaluate(expression)
+        return found == value
 
-    wait_until(complete, timeout=_TIMEOUT, what=lambda: f"a stream coordinator on every node: {found}", interval=0.2)
+    wait_until(complete, timeout=_TIMEOUT, what=lambda: f"{what} {found}", interval=0.2)
 
 
 def _evaluated(node: ClusterNode, expression: str) -> str:

@@ -1,8 +1,8 @@
 """The filter of a page, as an address, a form, words, and a `Filter`.
 
 The fields are named like the options of ``reliable-mq dlq``, which has no ``group``: the letters of one exception and
-one reason, as a page groups them. The text of a header or a reason passes through an address
-unchanged, even if it holds bytes that are not UTF-8.
+one reason, as a page groups them. The text of a header or a reason passes through an address unchanged, even if it
+holds bytes that are not UTF-8.
 """
 
 from __future__ import annotations

@@ -52,7 +52,15 @@ from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 from reliable_mq.core.consumer.attempts import Failure, describe, printable, shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import verdicts
-from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, InboxClaim, SettlementRetries, checked_key
+from reliable_mq.core.idempotency import (
+    Claim,
+    ClaimStatus,
+    CommitStatus,
+    InboxClaim,
+    SettlementRetries,
+    checked_key,
+    key_prefix,
+)
 
 __all__ = [
     "ClaimKeys",
@@ -187,7 +195,8 @@ class ClaimPolicy:
         clock: A callable that returns the current time in seconds, on a monotonic clock.
 
     Attributes:
-        failing: Since when the store fails, and its last error. None if it answered the last call.
+        failing: Since when the store fails, and its last error. None if it answered the last call. May be read and set
+            on any thread.
     """
 
     def __init__(
@@ -212,10 +221,6 @@ class ClaimPolicy:
         self.failing: tuple[float, str] | None = None
         self._clock = clock
 
-    def answered(self) -> None:
-        """Note that the store has answered. Thread-safe."""
-        self.failing = None
-
     def failed(self, problem: str) -> None:
         """Note that the store has not answered. Thread-safe."""
         failing = self.failing
@@ -229,9 +234,7 @@ class ClaimPolicy:
         namespace = delivery.source.namespace if self._namespace is None else self._namespace
         prefix = self._prefix
         if prefix is None or prefix[0] != namespace:
-            # Escaped, so that the keys of two namespaces or queues are never equal.
-            parts = [part.replace("%", "%25").replace("|", "%7C") for part in (namespace, self._queue)]
-            self._prefix = prefix = namespace, "|".join((*parts, ""))
+            self._prefix = prefix = namespace, key_prefix(namespace, self._queue)
         return prefix[1] + key
 
 
@@ -579,7 +582,7 @@ def _ask(
         problem = shown(error)
     else:
         if len(answer) == count:
-            claiming.answered()
+            claiming.failing = None
             return answer
         problem = f"the store gave {len(answer)} answers to {count} questions"
     claiming.failed(problem)
