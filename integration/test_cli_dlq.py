@@ -146,10 +146,7 @@ def test_an_export_to_a_file_is_imported_elsewhere(vhost: VirtualHost, tmp_path:
 
 
 def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHost, tmp_path: Path) -> None:
-    """The file may be the only copy.
-
-    The export fails without a broker, without the queue, or in the middle.
-    """
+    """The file may be the only copy. The export fails without a broker, or without the queue."""
     publish(vhost, 3)
     file = tmp_path / "dead.jsonl"
     dlq("export", vhost, DEAD, str(file))
@@ -163,6 +160,30 @@ def test_an_export_that_fails_leaves_the_file_of_an_earlier_one(vhost: VirtualHo
     assert file.read_bytes().count(b"\n") == 2
     assert dlq("export", vhost, DEAD, "-")[0].count("\n") == 3
     assert "is a directory" in dlq("export", vhost, DEAD, str(tmp_path), status=2)[1]
+
+
+def test_an_export_that_fails_in_the_middle_leaves_the_file(
+    vhost: VirtualHost, tmp_path: Path, fault_proxy: FaultProxyFactory
+) -> None:
+    """The queue is deleted while its messages arrive."""
+    proxy = fault_proxy(vhost.url)
+    publish(vhost, 1000)
+    file = tmp_path / "dead.jsonl"
+    file.write_bytes(b"earlier\n")
+    proxy.throttle(50_000)
+    exporting = start_cli("dlq", "export", proxy.url, DEAD, str(file))
+    try:
+        wait_until(lambda: any(part.stat().st_size for part in tmp_path.glob(".*")), timeout=60, what="a first part")
+        with vhost.connect() as connection:
+            connection.channel().queue_delete(DEAD)
+        proxy.heal()
+        _, errors = exporting.communicate(timeout=60)
+    finally:
+        exporting.kill()
+    assert exporting.returncode == 1, errors
+    assert DEAD.encode() in errors
+    assert file.read_bytes() == b"earlier\n"
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_a_cut_off_dlq_export_is_quiet_and_keeps_every_message(vhost: VirtualHost) -> None:

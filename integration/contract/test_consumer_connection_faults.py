@@ -398,19 +398,14 @@ def test_f08_network_that_loses_packets(
 
 
 def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: FaultProxyFactory, rng: Random) -> None:
-    """At 64 kbit/s the client holds only the prefetched messages.
-
-    Heartbeats get through.
-    """
+    """At 64 kbit/s everything arrives on one connection: the heartbeats get through."""
     proxy = fault_proxy(vhost.url)
     bodies = [b"%d/" % number + rng.randbytes(rng.randrange(200, 2000)) for number in range(40)]
     handler = Handler(account=checker)
     with Consumer(proxy.url, ORDERS, handler, prefetch=5, heartbeat=5) as consumer:
         proxy.throttle(8_000)
-        with Allocations() as allocations:
-            publish(vhost, "orders", bodies, checker)
-            handler.wait_bodies(bodies)
-            assert allocations.peak() < 1_000_000
+        publish(vhost, "orders", bodies, checker)
+        handler.wait_bodies(bodies)
         assert consumer.statistics.delivered == 40
         proxy.heal()
     assert (consumer.reconnects, proxy.connections) == (0, 1)
@@ -421,7 +416,7 @@ def test_f09_narrow_network(vhost: VirtualHost, checker: Audit, fault_proxy: Fau
 def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, rng: Random
 ) -> None:
-    """Of 20 MB in the queue, the client holds a tenth in memory.
+    """Of 20 MB in the queue, the client holds about a tenth in memory.
 
     The connection is slow for the acks.
     """
@@ -447,7 +442,7 @@ def test_f09_what_this_side_holds_is_no_more_than_was_prefetched(
         wait_until(lambda: time.monotonic() - full > 1, timeout=10, what="the time for more to arrive")
         stuck.open()
         wait_until(lambda: len(handled) == 200, timeout=60, what="all handled")
-        assert allocations.peak() < 4_000_000
+        assert allocations.peak() < 2_500_000
         assert (consumer.reconnects, consumer.statistics.delivered) == (0, 200)
 
 

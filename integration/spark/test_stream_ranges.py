@@ -520,6 +520,28 @@ def test_a_new_partition_is_read_by_a_query_that_runs(
     reader.stop()
 
 
+def test_each_trigger_reads_although_a_lookup_ends_the_channel(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By names, the query looks for a further partition. RabbitMQ closes the channel that asks for a missing one."""
+    monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_source._FRESH", 0.0)
+    orders = [Queue(f"orders-{number}", type="stream") for number in range(2)]
+    for queue in orders:
+        publish(vhost, 1, queue=queue)
+    reader = source(vhost.url, stream="orders", startingOffsets="earliest")
+    reader.latestOffset(restored(reader.initialOffset()), ANY)
+    before = {"orders-0": 1, "orders-1": 1}
+    for _ in range(4):
+        publish(vhost, 1, queue=orders[0])
+        after = reader.latestOffset(before, ANY)
+        assert after == {"orders-0": before["orders-0"] + 1, "orders-1": 1}
+        before = restored(after)
+    assert "cannot look" not in caplog.text
+    assert not reader._planner._passed
+    reader.stop()
+
+
 # -- streaming reads ---------------------------------------------------------------------------------------------------
 
 

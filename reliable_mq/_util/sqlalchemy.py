@@ -248,7 +248,7 @@ class AsyncTransactionRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._engine: AsyncEngine | None = None
-        self._running: set[concurrent.futures.Future[Any]] = set()
+        self._running: set[concurrent.futures.Future[None]] = set()  # each cancels its call
 
     def run(self, work: Callable[[Connection], T], isolation: str | None, timeout: float | None = None) -> T:
         """Call ``work`` in a transaction, then commit it or roll it back. Blocks.
@@ -257,24 +257,25 @@ class AsyncTransactionRunner:
             TimeoutError: If that takes longer than ``timeout`` seconds. It may be committed.
         """
         handle = CancelHandle()
-        with self._lock:
-            loop, engine = self._started()
-            running = self._running
-            call = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation, handle), loop)
-            running.add(call)
+        given_up: concurrent.futures.Future[None] = concurrent.futures.Future()
+        ended = False
         try:
-            result: T = call.result(timeout)
+            with self._lock:
+                loop, engine = self._started()
+                self._running.add(given_up)
+                call = asyncio.run_coroutine_threadsafe(self._run(engine, work, isolation, handle, given_up), loop)
+            call.exception(timeout)
+            ended = True
         except TimeoutError as error:
-            if call.done():  # an error of the work
-                raise
             raise TimeoutError(f"no answer within {timeout:g} s") from error
         except concurrent.futures.CancelledError as error:
             raise OSError("the outbox was closed before there was an answer") from error
         finally:
-            running.discard(call)
-            if not call.done():  # or a signal handler raised
+            self._running.discard(given_up)
+            if not ended:  # or a signal handler raised, perhaps before this thread had the call
                 handle.cut()  # psycopg waits for an answer even when it is cancelled
-                call.cancel()
+                given_up.cancel()
+        result: T = call.result()
         return result
 
     def close(self) -> None:
@@ -283,8 +284,8 @@ class AsyncTransactionRunner:
             loop, thread, engine = self._loop, self._thread, self._engine
             self._loop = self._thread = self._engine = None
             running, self._running = self._running, set()
-        for call in list(running):
-            call.cancel()
+        for given_up in list(running):
+            given_up.cancel()
         if loop is not None and thread is not None and engine is not None:
             asyncio.run_coroutine_threadsafe(_end(engine), loop)
             thread.join(_GRACE)
@@ -303,8 +304,17 @@ class AsyncTransactionRunner:
 
     @staticmethod
     async def _run(
-        engine: AsyncEngine, work: Callable[[Connection], Any], isolation: str | None, handle: CancelHandle
+        engine: AsyncEngine,
+        work: Callable[[Connection], Any],
+        isolation: str | None,
+        handle: CancelHandle,
+        given_up: concurrent.futures.Future[None],
     ) -> Any:
+        """Call ``work`` in a transaction, until ``given_up`` is cancelled."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None, "not in a task"  # noqa: S101
+        given_up.add_done_callback(lambda _: loop.call_soon_threadsafe(task.cancel))
+
         def in_transaction(connection: Connection) -> Any:
             with cancellable(connection, handle), transaction_at(connection, isolation):
                 return work(connection)

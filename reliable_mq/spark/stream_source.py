@@ -303,9 +303,9 @@ class _Planner:
             BrokerUnavailable: If the leader of a stream does not respond, and ``sure``.
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
+            names = self._names()
             channel = self._connected()
             patience = _CERTAIN if sure else _QUICK
-            names = self._names(channel)
             begun = {name for name, end in self._ends.items() if end.position}
             begun |= first_offsets(channel, [name for name in names if name not in begun], patience).keys()
             look = partial(end_of, channel) if sure else self._watch.end_of
@@ -384,8 +384,8 @@ class _Planner:
     def beginnings(self) -> dict[str, int]:
         """Return the oldest offset of each stream; 0 for an empty one."""
         try:
+            names = self._names()
             channel = self._connected()
-            names = self._names(channel)
             return dict.fromkeys(names, 0) | first_offsets(channel, names, _QUICK)
         except BrokerUnavailable as error:
             logger.info("failed to read the first offsets of the streams: %s", error)
@@ -417,8 +417,8 @@ class _Planner:
         return {name: end.average for name, end in self._ends.items()}
 
     def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
+        names = self._names()
         channel = self._connected()
-        names = self._names(channel)
         if option == "startingOffsets" and self._options.starting_timestamp is not None:
             since = self._times("startingOffsetsByTimestamp", self._options.starting_timestamp, names)
             return self._since(channel, since)
@@ -556,10 +556,11 @@ class _Planner:
             )
         return {name: given[name] for name in names}
 
-    def _names(self, channel: StreamChannel) -> list[str]:
+    def _names(self) -> list[str]:
+        """Return the streams in order. A lookup by names may end the channel."""
         if self._finder is None:
             self._finder = PartitionFinder(self._settings(), self._options.streams, self._options.management_url)
-        return self._finder.streams(channel)
+        return self._finder.streams(self._connected())
 
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:

@@ -470,6 +470,21 @@ def test_a_tail_that_does_not_come_is_overdue() -> None:
     assert bench.session.overdue(30.0)
 
 
+def test_a_tail_that_is_read_behind_its_marker_is_overdue() -> None:
+    """Another program publishes into the stage, so that the last chunk is no longer that of the marker."""
+    bench = Bench(confirm_timeout=30.0)
+    bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
+    bench.channel.carry_out(0.0)
+    confirm(bench.session, bench.channel, 1)
+    for now in range(5, 30, 5):
+        assert not bench.session.overdue(float(now))
+        log = bench.stage.logs["stage-0"]
+        log.append((properties(message_id="other"), b""))
+        over, _ = bench.session.tail_read("stage-0", bench.channel.read("stage-0", len(log) - 1), float(now))
+        assert not over
+    assert bench.session.overdue(30.0)
+
+
 def test_messages_behind_the_end_of_a_read_are_acked() -> None:
     """Other programs may publish into the stage."""
     bench = Bench()

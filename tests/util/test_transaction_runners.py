@@ -97,21 +97,37 @@ def test_a_connection_to_a_read_only_server_is_dropped(tmp_path: Path, code: str
     engine.dispose()
 
 
-def test_work_whose_caller_is_interrupted_is_cancelled(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at", ["the start", "the wait"])
+def test_work_whose_caller_is_interrupted_is_cancelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+) -> None:
+    """The work may begin before its caller has the future to wait for."""
     engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path}/database")
     cancelled = threading.Event()
+    waiting = threading.Event()
 
     async def hang() -> None:
-        interrupt()
+        waiting.set()
+        if at == "the wait":
+            interrupt()
         try:
             await asyncio.sleep(20)
         except asyncio.CancelledError:
             cancelled.set()
             raise
 
-    with closing(AsyncTransactionRunner(engine)) as runner:
-        with interruptible() as interrupt, pytest.raises(Interrupted):
-            runner.run(lambda _: await_only(hang()), None)
+    def interrupted(*arguments: Any) -> Any:
+        start(*arguments)
+        assert waiting.wait(10)
+        interrupt()
+
+    start = asyncio.run_coroutine_threadsafe
+    with closing(AsyncTransactionRunner(engine)) as runner, interruptible() as interrupt:
+        with monkeypatch.context() as patched:
+            if at == "the start":
+                patched.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
+            with pytest.raises(Interrupted):
+                runner.run(lambda _: await_only(hang()), None)
         assert cancelled.wait(10)
     asyncio.run(engine.dispose())
 

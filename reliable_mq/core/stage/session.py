@@ -207,6 +207,9 @@ class StageSession:
     def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
         """Process messages of a tail. A message of a newer version sets `error`.
 
+        A read of the last chunk makes progress at its end only. If other programs publish into the stage, it may begin
+        behind the marker, which would then never come.
+
         Returns:
             Whether the read is over, so that its subscription can be cancelled, and the acks to write.
         """
@@ -216,6 +219,8 @@ class StageSession:
         self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
         over = each.tail.start is None
+        if each.tail.start != "last":
+            self._progress_at = now
         try:
             for offset, delivery in messages:
                 if not over:
@@ -226,7 +231,8 @@ class StageSession:
             each.settled = Settled(each.tail.low, each.tail.marker)
             epoch.tail.update(filter(None, each.tail.identities))
             each.tail.identities.clear()
-        self._progress_at = now
+        if over:
+            self._progress_at = now
         if all(every.settled is not None for every in epoch.partitions):
             self.state = EpochState.MOVING
             epoch.moving_since = now
