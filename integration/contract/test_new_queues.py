@@ -158,7 +158,7 @@ def test_f61_the_broker_is_killed_while_work_queues_are_new(
         with Load(checker, publisher, "orders") as load:
             publisher.connect()
             proxy.black_hole(new_connections=False)
-            for latest in (1.5, 1.0):
+            for latest in (1.0, 0.7):
                 time.sleep(rng.uniform(0.0, latest))
                 kill_and_start(broker)
                 wait_until(lambda: publisher.connected, timeout=PLENTY, what="connected again")
