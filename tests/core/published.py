@@ -112,7 +112,6 @@ EVENTS = {  # the events that each call of the session may cause
     "round_trip_ended": {"queue old enough", "message_id free"},
     "channel_lost": {"channel lost", "connection lost", "message_id free"},
     "connection_replaced": {"connection lost"},
-    "abandon": {"given up", "message_id free"},
     "abandon_all": {"given up", "message_id free"},
     "abandon_overdue": {"given up", "message_id free"},
     "tick": {"given up", "delay over", "message_id free"},

@@ -68,10 +68,11 @@ def deadlines_in_every_state() -> None:
     shell.nack(4)
     shell.lose()
     shell.reopen()
-    suspects = shell.accept("one", "two", "three", "four")
+    shell.accept("one", "two", "three")
+    shell.accept("four", timeout=1.0)
     shell.sent()
     shell.lose(UNKNOWN_ERROR, connection=False)
-    shell.session.abandon(suspects[3])
+    shell.session.tick(1.0)
     shell.session.tick(LATE)
 
 

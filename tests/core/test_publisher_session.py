@@ -398,13 +398,14 @@ def test_groups_that_are_not_confirmed_stay_in_their_order(shell: Shell) -> None
 
 
 def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
-    """The channel closes over two publishes, one of them abandoned by its caller.
+    """The channel closes over two publishes, one of them past its deadline.
 
     The other one is not convicted.
     """
-    given_up, innocent = shell.accept("given up", "innocent")
+    (given_up,) = shell.accept("given up", timeout=5.0)
+    (innocent,) = shell.accept("innocent")
     shell.send()
-    shell.session.abandon(given_up)
+    shell.session.tick(5.0)
     shell.lose(UNKNOWN_ERROR, connection=False)
     assert innocent.outcome is None
     shell.reopen()
@@ -415,9 +416,9 @@ def test_a_publish_that_was_given_up_is_a_suspect_too(shell: Shell) -> None:
 
 def test_a_channel_closed_over_an_abandoned_publish_refuses_none(shell: Shell) -> None:
     """A settled publish keeps its outcome, even if it is the culprit."""
-    (given_up,) = shell.accept("given up")
+    (given_up,) = shell.accept("given up", timeout=5.0)
     shell.send()
-    shell.session.abandon(given_up)
+    shell.session.tick(5.0)
     shell.lose(NO_EXCHANGE, connection=False)
     assert given_up.outcome is Outcome.UNKNOWN
     assert len(shell.take_settled()) == shell.session.freed_count == 1
@@ -425,12 +426,14 @@ def test_a_channel_closed_over_an_abandoned_publish_refuses_none(shell: Shell) -
 
 def test_a_group_whose_rest_is_abandoned_yields_to_the_next(shell: Shell) -> None:
     """The unwritten rest of the group is abandoned, and the next group follows."""
-    _, b, _, _ = shell.accept("a", "b", "c", "d")
+    shell.accept("a")
+    shell.accept("b", timeout=5.0)
+    shell.accept("c", "d")
     shell.send()
     shell.lose(UNKNOWN_ERROR, connection=False)
     shell.reopen()
     assert shell.sent(limit=1) == ["a"]
-    shell.session.abandon(b)
+    shell.session.tick(5.0)
     shell.ack(1)
     assert shell.sent() == ["c", "d"]
 
@@ -516,10 +519,11 @@ def test_a_publish_nacked_on_every_attempt_expires_as_nacked(shell: Shell) -> No
 
     The one without an answer may have arrived.
     """
-    delayed, ready, unanswered = shell.accept("delayed", "ready", "unanswered", timeout=5.0)
+    (delayed,) = shell.accept("delayed", timeout=0.5)
+    ready, unanswered = shell.accept("ready", "unanswered", timeout=5.0)
     shell.send()
     shell.nack(3, multiple=True)
-    shell.session.abandon(delayed)
+    shell.session.tick(0.5)
     shell.session.tick(4.0)
     assert shell.sent(limit=1) == ["ready"]
     shell.nack(4)
@@ -538,9 +542,10 @@ def test_a_publish_nacked_on_every_attempt_expires_as_nacked(shell: Shell) -> No
 @pytest.mark.parametrize("end", ["ack", "nack", "lost"])
 def test_an_abandoned_publish_holds_its_place_while_on_the_wire(shell: Shell, end: str) -> None:
     """A late confirm changes no outcome, but releases the place and the id."""
-    first, second = shell.accept("first", "second", message_id="same", timeout=5.0)
+    (first,) = shell.accept("first", message_id="same", timeout=5.0)
+    (second,) = shell.accept("second", message_id="same")
     shell.send()
-    shell.session.abandon(first)
+    shell.session.tick(5.0)
     assert first.outcome is Outcome.UNKNOWN
     assert (shell.session.freed_count, shell.session.on_wire) == (0, 1)
     assert shell.sent() == []
@@ -558,15 +563,17 @@ def test_an_abandoned_publish_holds_its_place_while_on_the_wire(shell: Shell, en
 
 def test_one_that_waits_for_its_turn_can_be_given_up(shell: Shell) -> None:
     """It is skipped, and the next publish with its id still waits for its turn."""
-    _, second, third, _ = shell.accept("first", "second", "third", "fourth", message_id="same")
+    shell.accept("first", message_id="same")
+    shell.accept("second", message_id="same", timeout=10.0)
+    shell.accept("third", message_id="same", timeout=5.0)
+    shell.accept("fourth", message_id="same")
     shell.send()
-    shell.session.abandon(third)
-    assert shell.sent() == []
-    shell.session.abandon(second)
+    assert shell.sent(5.0) == []
+    shell.session.tick(10.0)
     shell.ack(1)
     assert shell.sent() == ["fourth"]
     assert shell.session.freed_count == 3
-    shell.session.abandon(second)
+    shell.session.tick(10.0)
     assert shell.session.freed_count == 3
 
 
@@ -880,7 +887,7 @@ def test_what_was_as_late_costs_no_second_channel(shell: Shell) -> None:
     assert shell.session.channel_in_doubt(220.0), "the last channel owed it for less time"
 
 
-@pytest.mark.parametrize("case", ["sent of late", "nothing later is settled", "blocked", "left by its caller"])
+@pytest.mark.parametrize("case", ["sent of late", "nothing later is settled", "blocked"])
 def test_a_publish_that_is_only_late_costs_no_channel(shell: Shell, case: str) -> None:
     """Each case is possible with a healthy broker."""
     timeout = 29.9 if case == "sent of late" else 120.0
@@ -889,8 +896,6 @@ def test_a_publish_that_is_only_late_costs_no_channel(shell: Shell, case: str) -
     shell.send()
     if case == "blocked":
         shell.session.blocked("low on memory")
-    elif case == "left by its caller":
-        shell.session.abandon(first)
     shell.ack(2 if case == "nothing later is settled" else 3, now=timeout - 1)
     shell.session.tick(timeout)
     assert Outcome.UNKNOWN in outcomes([first, last])

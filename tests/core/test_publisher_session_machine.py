@@ -163,10 +163,10 @@ class PublishingMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.open_channel()
 
-    @rule(kind=st.integers(0, 6), data=st.data())
+    @rule(kind=st.integers(0, 5), data=st.data())
     def meanwhile(self, kind: int, data: st.DataObject) -> None:
         match kind:
-            case 6 if self.channel is not None:
+            case 2 if self.channel is not None:
                 self.look_at_the_network(data.draw(st.sampled_from([0, 1, 2])))
             case 5:
                 self.answer()
@@ -176,9 +176,6 @@ class PublishingMachine(RuleBasedStateMachine):
                 self.accept(data.draw(KINDS), data.draw(MESSAGE_IDS), data.draw(TIMEOUTS))
             case 1:
                 self.time_passes(data.draw(st.sampled_from([0.5, 3.0, 31.0, 31.0, 130.0])))
-            case 2 if self.everyone:
-                on_wire = self.channel.on_wire if self.channel is not None else []
-                self.abandon(data.draw(st.sampled_from(on_wire or self.everyone)))
             case 3 if self.connection_blocked:
                 self.unblock()
             case 3 if self.channel is not None:
@@ -215,11 +212,6 @@ class PublishingMachine(RuleBasedStateMachine):
             accepted.append(publication)
         self.session.accept(accepted)
 
-    def abandon(self, expected: Expected) -> None:
-        self.session.abandon(expected.publication)
-        if expected.outcome is None:
-            self.give_up(expected)
-
     # actions of the shell
 
     def open_channel(self) -> None:
@@ -251,7 +243,7 @@ class PublishingMachine(RuleBasedStateMachine):
         seconds=st.sampled_from([0.0, 0.0, 1.0, 2.0, 31.0]),
         new=st.sampled_from(["", "made", "begin", "end"]),
         limit=st.sampled_from([1, 300, 1_000_000, 1_000_000]),
-        give_up=st.none() | POSITIONS,
+        seconds_on_wire=st.sampled_from([0.0, 0.0, 5.0]),
         part_read=st.sampled_from([1.0, 1.0, 0.5]),
         confirms=st.lists(st.tuples(POSITIONS, st.booleans(), st.booleans()), max_size=4),
         answers=st.booleans(),
@@ -265,7 +257,7 @@ class PublishingMachine(RuleBasedStateMachine):
         seconds: float,
         new: str,
         limit: int,
-        give_up: float | None,
+        seconds_on_wire: float,
         part_read: float,
         confirms: list[tuple[float, bool, bool]],
         answers: bool,
@@ -280,8 +272,8 @@ class PublishingMachine(RuleBasedStateMachine):
             self.unblock()
         self.make_queue(new)
         self.send(limit)
-        if give_up is not None and self.channel is not None and self.channel.unconfirmed:
-            self.abandon(at(give_up, self.channel.on_wire))
+        self.time_passes(seconds_on_wire)
+        self.tick()
         self.read(part_read)
         for position, multiple, ack in confirms:
             self.confirm(position, multiple, ack=ack)

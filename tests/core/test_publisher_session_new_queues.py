@@ -362,9 +362,9 @@ def test_what_is_given_up_is_not_published_again(shell: Shell) -> None:
 
 
 def test_a_late_confirm_of_what_was_given_up_frees_its_place(shell: Shell) -> None:
-    (publication,) = shell.accept("a")
+    (publication,) = shell.accept("a", timeout=5.0)
     shell.send()
-    shell.session.abandon(publication)
+    shell.session.tick(5.0)
     assert shell.session.freed_count == 0
     shell.ack(1)
     assert shell.session.freed_count == 1

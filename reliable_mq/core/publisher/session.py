@@ -288,14 +288,6 @@ class PublisherSession(Generic[P]):
         self.trust.unblocked(now)
         record(self._ready, PublicationEvent.UNBLOCKED)
 
-    def abandon(self, publication: P) -> None:
-        """Settle a publish whose caller no longer waits, as at its deadline.
-
-        A settled publish is not changed.
-        """
-        if publication.outcome is None:
-            self._give_up(publication)
-
     def abandon_overdue(self) -> None:
         """Settle publishes that are tried once, before a channel in doubt is discarded.
 
