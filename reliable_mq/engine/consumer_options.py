@@ -17,7 +17,7 @@ from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import STREAM_OFFSET, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import consumer_setup, pull_setup
-from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
+from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset, check_prefetch
 from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy
@@ -307,7 +307,7 @@ class ConsumerOptions:
                 {"ack_mode='automatic'": ack_mode == "automatic", "prefetch=0": prefetch == 0},
                 "a stream: RabbitMQ refuses it",
             )
-        self.new_session()  # refuses options that do not fit the prefetch
+        self._check_prefetch(prefetch)
 
     @property
     def warnings(self) -> list[str]:
@@ -366,12 +366,12 @@ class ConsumerOptions:
             ConfigurationError: If it does not fit ``ack_every`` or ``batch_size``. The prefetch is then unchanged.
         """
         whole_number("prefetch", prefetch, 1 if self.is_stream else 0, _LARGEST_PREFETCH)
-        before, self.prefetch = self.prefetch, prefetch
-        try:
-            self.new_session()
-        except ConfigurationError:
-            self.prefetch = before
-            raise
+        self._check_prefetch(prefetch)
+        self.prefetch = prefetch
+
+    def _check_prefetch(self, prefetch: int) -> None:
+        ack_every = self._ack_every if self._ack_mode == "manual" else None
+        check_prefetch(prefetch, ack_every=ack_every, batch_size=self._batch_size)
 
     def new_session(self) -> ConsumerSession:
         """Return a new session."""
@@ -384,10 +384,6 @@ class ConsumerOptions:
             dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)
         batcher = None
         if self._batch_size is not None:
-            if 0 < self.prefetch < self._batch_size:
-                _refuse(
-                    f"batch_size={self._batch_size} does not fit prefetch={self.prefetch}: one of the two must change"
-                )
             batcher = Batcher(self._batch_size, self._batch_wait)
         max_body, max_header = self._limits
         queue, single_active = self._quarantine, self.single_active

@@ -394,7 +394,7 @@ def test_a_consumer_with_blocked_dead_letters_is_not_ready(broker: ScriptedBroke
         wait_until(lambda: subscription.republisher._publisher.blocked, timeout=30, what="the block")
         assert inner(consumer).health().ready
         broker.consuming.deliver(b"waits")
-        wait_until(lambda: subscription.session.held, timeout=30, what="a refused publish")
+        wait_until(lambda: subscription.session.holds_publishes, timeout=30, what="a refused publish")
         health = inner(consumer).health()
         assert states(health) == (True, False, True)
         assert health.reason == "its retries and dead letters: the broker blocks publishing: low on disk"

@@ -39,7 +39,24 @@ class CheckedQuarantine(follows(quarantines.TRANSITIONS), Quarantine):  # type: 
     pass
 
 
-class SteppedSession(ConsumerSession):
+class ReadableSession(ConsumerSession):
+    """Shows the values that only the session itself reads."""
+
+    @property
+    def deadline(self) -> float | None:
+        return self._deadline
+
+    @property
+    def drained(self) -> bool:
+        return self._drained
+
+    @property
+    def held(self) -> int:
+        """The number of deliveries held for their next attempt or publish."""
+        return len(self._settlement._held)
+
+
+class SteppedSession(ReadableSession):
     """Polls at every access, and keeps the actions that the test has not taken."""
 
     _now = 0.0

@@ -12,6 +12,7 @@ from reliable_mq.codec import encode_nack
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Skipped, SkipReason
+from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from reliable_mq.core.consumer.settlement import LogEventKind
 from tests.core.deliveries import delivery
 from tests.core.sessions import CHANNEL, SteppedSession, attempt_again, deliver, items, kinds, make
@@ -58,6 +59,7 @@ def test_of_a_stream_it_is_held_since_nothing_can_be_requeued() -> None:
         dead_letters=None,
         broker_dead_letters=False,
         acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
+        lifecycle=ConsumerLifecycle(),
         stream_offset=StreamOffset(),
     )
     session.opened(1, CHANNEL)

@@ -210,12 +210,12 @@ def test_a_drained_session_consumes_again_but_a_stopped_one_not() -> None:
     session = make()
     deliver(session, items(1))
     session.drain()
-    assert session.state is ConsumerState.RESUBSCRIBING
+    assert session.lifecycle.state is ConsumerState.RESUBSCRIBING
     session.delivered(items(1, 2), 0.0)
     assert session.take_output(0.0) == encode_nack(CHANNEL, 2, False, True)
     session.lost(1)
     session.opened(2, CHANNEL)
-    assert session.state is ConsumerState.SUBSCRIBED
+    assert session.lifecycle.state is ConsumerState.SUBSCRIBED
     assert len(deliver(session, items(1))) == 1
     session.stop()
     session.drain()

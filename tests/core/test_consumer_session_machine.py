@@ -18,13 +18,12 @@ from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
-from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerState
+from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerLifecycle, ConsumerState
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import CheckedDelivery, delivery, failure
-from tests.core.sessions import ISOLATED, CheckedKillSwitch, CheckedQuarantine
+from tests.core.sessions import ISOLATED, CheckedKillSwitch, CheckedQuarantine, ReadableSession
 from tests.properties import machine
 
 FRAME = struct.Struct(">BHIHHQBB")
@@ -133,13 +132,14 @@ class Consuming(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         policy = RetryPolicy(MAX_ATTEMPTS, delays=(1, 10))
-        self.session = ConsumerSession(
+        self.session = ReadableSession(
             queue="orders",
             retry=policy,
             random=Random(1),
             dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0"),
             broker_dead_letters=True,
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
+            lifecycle=ConsumerLifecycle(),
             batcher=Batcher(3, 2.0) if self.batch else None,
             delay_queues=DelayQueues("orders", policy) if self.queues else None,
             kill_switch=None if self.switch is None else CheckedKillSwitch(self.switch),
@@ -268,7 +268,7 @@ class Consuming(RuleBasedStateMachine):
             assert self.open
             assert item.delivery_tag in self.broker.unacked
             assert item not in self.begun
-            assert self.session.state is ConsumerState.SUBSCRIBED
+            assert self.session.lifecycle.state is ConsumerState.SUBSCRIBED
             assert item.attempt == 1 or item.redelivered
             if message_id not in self.outlived:
                 assert item.attempt == self.failed.get(message_id, 0) + 1 <= MAX_ATTEMPTS
@@ -386,7 +386,7 @@ class Consuming(RuleBasedStateMachine):
         assert session.running == len(self.begun) + sum(map(len, self.work))
         assert session.statistics.acked == session.statistics.acks_sent + session.statistics.acks_saved
         assert session.statistics.acked == len(self.broker.acked)
-        if session.state is not ConsumerState.SUBSCRIBED:
+        if session.lifecycle.state is not ConsumerState.SUBSCRIBED:
             assert not self.work
             assert session.held == 0
             if session.drained and self.open:
@@ -394,7 +394,7 @@ class Consuming(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Let everything work normally; nothing is left after that, or after a stop."""
-        if self.session.state is ConsumerState.RESUBSCRIBING and self.open:
+        if self.session.lifecycle.state is ConsumerState.RESUBSCRIBING and self.open:
             self.close_channel()
         if not self.open:
             self.open_channel()

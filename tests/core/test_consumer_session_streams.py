@@ -9,6 +9,7 @@ from reliable_mq.codec import encode_ack
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Failed
+from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import CHANNEL, SteppedSession, deliver, items, make
 
@@ -22,6 +23,7 @@ def of_a_stream() -> tuple[SteppedSession, StreamOffset]:
         dead_letters=None,
         broker_dead_letters=False,
         acks=AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
+        lifecycle=ConsumerLifecycle(),
         stream_offset=position,
     )
     session.opened(1, CHANNEL)

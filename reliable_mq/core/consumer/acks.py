@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["AckBatcher", "Frames", "StreamOffset"]
+__all__ = ["AckBatcher", "Frames", "StreamOffset", "check_prefetch"]
 
 _LARGEST_BATCH = 100  # the maximum number of acks that one frame replaces, unless ``ack_every`` is larger
 _STEPS = 64  # tags that are always worth stepping through
@@ -49,6 +49,20 @@ _CLOCK_SKEW: Final = 5.0  # seconds by which the clocks of the broker and of thi
 
 #: Frames to send, in this order: (delivery tag, multiple).
 Frames: TypeAlias = list[tuple[int, bool]]
+
+
+def check_prefetch(prefetch: int, *, ack_every: int | None = None, batch_size: int | None = None) -> None:
+    """Refuse a prefetch that is reached before an ack or a batch is complete.
+
+    Raises:
+        ConfigurationError: If ``ack_every`` or ``batch_size`` is above the prefetch, unless that is 0, which is none.
+    """
+    if ack_every is not None and 0 < prefetch < ack_every:
+        raise ConfigurationError(f"ack_every={ack_every} does not fit prefetch={prefetch}: lower it")
+    if batch_size is not None and 0 < prefetch < batch_size:
+        raise ConfigurationError(
+            f"batch_size={batch_size} does not fit prefetch={prefetch}: one of the two must change"
+        )
 
 
 class AckBatcher:
@@ -139,8 +153,8 @@ class AckBatcher:
         half = max(1, prefetch // 2) if prefetch else 0
         if self._fits:
             self._ack_every = min(half, _LARGEST_BATCH) or _LARGEST_BATCH
-        elif prefetch and self._ack_every > prefetch:
-            raise ConfigurationError(f"ack_every={self._ack_every} does not fit prefetch={prefetch}: lower it")
+        else:
+            check_prefetch(prefetch, ack_every=self._ack_every)
         self._half = half
 
     def opened(self, generation: int) -> None:

@@ -49,6 +49,7 @@ _UNIDENTIFIED: Final = (
 _LONGEST_HELD: Final = 60.0  # the maximum seconds until a delivery is due that is held in place of a delay queue
 _LONGEST_WAIT: Final = 60.0  # the maximum seconds between attempts to dead-letter, or to reach the store
 _QUARANTINE_DELAY: Final = 1.0  # the maximum seconds from the queue to quarantine
+_CLAIM_WAIT: Final = 1.0  # seconds until a delivery that another holder has claimed is dispatched again
 _BLOCKED_TRIES: Final = 3  # attempts to publish a dead letter during an alarm, if the broker can dead-letter
 
 
@@ -63,7 +64,6 @@ class OutcomeHandler:
         random: Random,
         broker_dead_letters: bool,
         broker_retries: bool,
-        claim_wait: float,
         quarantine: Quarantine | None,
         kill_switch: KillSwitchMonitor | None,
     ) -> None:
@@ -73,7 +73,6 @@ class OutcomeHandler:
         self._random = random
         self._broker_dead_letters = broker_dead_letters
         self._broker_retries = broker_retries
-        self._claim_wait = claim_wait
         self._quarantine = quarantine
         self._kill_switch = kill_switch
         #: Whether to recall dispatched deliveries, because the kill switch pauses the consumer. The reader resets it.
@@ -387,7 +386,7 @@ class OutcomeHandler:
             settlement.attempts.forget(delivery)
         elif reason is SkipReason.IN_PROGRESS:
             statistics.claims_in_progress += 1
-            settlement.hold(delivery, now + self._claim_wait)
+            settlement.hold(delivery, now + _CLAIM_WAIT)
         elif reason is SkipReason.EXHAUSTED:
             failed = 0 if delivery.failures is None else delivery.failures.count
             settlement.dead_letter(delivery, used_up(failed, self._retry.max_attempts))
@@ -408,7 +407,7 @@ class OutcomeHandler:
         again = delivery.redelivered or self.in_quarantine(delivery)
         if again or self._settlement.stream_offset is not None:
             delivery.redelivered = True
-            self._settlement.hold(delivery, now + self._claim_wait)
+            self._settlement.hold(delivery, now + _CLAIM_WAIT)
         else:
             self._settlement.return_unhandled([delivery])
 

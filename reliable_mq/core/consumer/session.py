@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from reliable_mq.core.consumer.acks import check_prefetch
 from reliable_mq.core.consumer.admission import Admission, AdmissionResult
 from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_names
@@ -32,7 +33,6 @@ from reliable_mq.core.consumer.dispatch import Dispatcher
 from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle, ConsumerState
 from reliable_mq.core.consumer.outcomes import OutcomeHandler
 from reliable_mq.core.consumer.settlement import LogEventKind, Settlement
-from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -93,7 +93,6 @@ class ConsumerSession:
         batcher: The grouping of deliveries for a batch handler. None for a plain handler.
         max_body_bytes, max_header_bytes: The sizes above which deliveries are dead-lettered without a handler. None for
             no limit.
-        claim_wait: The seconds until a delivery that another holder has claimed is dispatched again.
         delay_queues: The delay queues for failed deliveries. None to hold them in this process.
         broker_retries: Whether the queue delays rejected deliveries and counts them.
         consumer_timeout: The consumer timeout of the broker, in seconds. None if it has none.
@@ -109,10 +108,10 @@ class ConsumerSession:
         dead_letters: DeadLetters | None,
         broker_dead_letters: bool,
         acks: AckBatcher | None,
+        lifecycle: ConsumerLifecycle,
         batcher: Batcher | None = None,
         max_body_bytes: int | None = None,
         max_header_bytes: int | None = None,
-        claim_wait: float = 1.0,
         stream_offset: StreamOffset | None = None,
         delay_queues: DelayQueues | None = None,
         quarantine: Quarantine | None = None,
@@ -120,19 +119,18 @@ class ConsumerSession:
         kill_switch: KillSwitchMonitor | None = None,
         consumer_timeout: float | None = None,
         grouped: bool = False,
-        lifecycle: ConsumerLifecycle | None = None,
     ) -> None:
         self._queue = queue
         self._batcher = batcher
         self._quarantine = quarantine
         self._kill_switch = kill_switch
-        self.lifecycle: Final = ConsumerLifecycle() if lifecycle is None else lifecycle
+        self.lifecycle: Final = lifecycle
         self._settlement = Settlement(
             acks=acks,
             dead_letters=dead_letters,
             delay_queues=delay_queues,
             stream_offset=stream_offset,
-            lifecycle=self.lifecycle,
+            lifecycle=lifecycle,
             quarantine=quarantine,
         )
         self._acks = self._settlement.acks
@@ -146,7 +144,6 @@ class ConsumerSession:
             random=random,
             broker_dead_letters=broker_dead_letters,
             broker_retries=broker_retries,
-            claim_wait=claim_wait,
             quarantine=quarantine,
             kill_switch=kill_switch,
         )
@@ -355,9 +352,8 @@ class ConsumerSession:
         Raises:
             ConfigurationError: If ``ack_every`` or ``batch_size`` does not fit the prefetch. Nothing has changed.
         """
-        if self._batcher is not None and 0 < prefetch < self._batcher.batch_size:
-            size = self._batcher.batch_size
-            raise ConfigurationError(f"batch_size={size} does not fit prefetch={prefetch}: lower it")
+        if self._batcher is not None:
+            check_prefetch(prefetch, batch_size=self._batcher.batch_size)
         self._acks.set_prefetch(prefetch)
 
     # Actions
@@ -383,7 +379,7 @@ class ConsumerSession:
         declare, publish = settlement.republish.take_all()
         steady = lifecycle.steady
         if not steady:
-            lifecycle.tick(now, drained=self.drained)
+            lifecycle.tick(now, drained=self._drained)
         data = b""
         if steady or not lifecycle.silent:
             data = settlement.take_output(now, idle=not self._running)
@@ -395,7 +391,7 @@ class ConsumerSession:
             self._running += len(quarantined)
         subscribe: Sequence[SubscriptionChange] = ()
         if not steady:
-            subscribe = lifecycle.advance(now, drained=self.drained, unacked=bool(self._acks.outstanding))
+            subscribe = lifecycle.advance(now, drained=self._drained, unacked=bool(self._acks.outstanding))
         report_after = self._acks.due_after if self._acks.interval >= _SHORTEST_POLL else 1
         log, wake_at = settlement.take_log(), self._wake_at(now, report_after)
         return Actions(  # by position, which is twice as fast
@@ -413,36 +409,12 @@ class ConsumerSession:
             report_after,
         )
 
-    @property
-    def deadline(self) -> float | None:
-        """The time to call `poll` if no event comes first, None for never."""
-        at = self._acks.deadline_if(idle=not self._running)
-        for other in (self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline):
-            if other is not None and (at is None or other < at):
-                at = other
-        return at
-
     # For anyone
-
-    @property
-    def state(self) -> ConsumerState:
-        return self.lifecycle.state
 
     @property
     def source(self) -> ChannelGeneration | None:
         """The open channel, or None. A delivery of another channel is stale."""
         return self._settlement.source
-
-    @property
-    def drained(self) -> bool:
-        """Whether nothing is dispatched, waits for dispatch, or is being published.
-
-        If another channel is to follow, a handler that still runs with a timed-out delivery does not count.
-        """
-        running = self._running
-        if self.lifecycle.state is ConsumerState.RESUBSCRIBING:
-            running -= self._outcomes.overrunning
-        return not running and self._dispatcher.empty and self._settlement.republish.idle
 
     @property
     def paused(self) -> bool:
@@ -461,11 +433,6 @@ class ConsumerSession:
     def copying(self) -> bool:
         """Whether a retry or dead letter is being published, or is about to be."""
         return not self._settlement.republish.idle
-
-    @property
-    def held(self) -> int:
-        """The number of deliveries held for their next attempt or publish."""
-        return self._settlement.held
 
     @property
     def holds_publishes(self) -> bool:
@@ -567,15 +534,35 @@ class ConsumerSession:
         """Take all deliveries that wait to be dispatched or to be published again."""
         return [] if self.automatic else [*self._dispatcher.clear(), *self._settlement.release()]
 
+    @property
+    def _drained(self) -> bool:
+        """Whether nothing is dispatched, waits for dispatch, or is being published.
+
+        If another channel is to follow, a handler that still runs with a timed-out delivery does not count.
+        """
+        running = self._running
+        if self.lifecycle.state is ConsumerState.RESUBSCRIBING:
+            running -= self._outcomes.overrunning
+        return not running and self._dispatcher.empty and self._settlement.republish.idle
+
+    @property
+    def _deadline(self) -> float | None:
+        """The time of the next timer of its parts, None for never."""
+        at = self._acks.deadline_if(idle=not self._running)
+        for other in (self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline):
+            if other is not None and (at is None or other < at):
+                at = other
+        return at
+
     def _wake_at(self, now: float, report_after: int) -> float | None:
         lifecycle = self.lifecycle
         if lifecycle.state is ConsumerState.ENDED:
             return None
-        at = self.deadline
+        at = self._deadline
         if report_after > 1 and self._running:
-            look = now + self._acks.interval
+            latest = now + self._acks.interval
             rested = self._acks.rested_at  # earlier results are not reported one by one
-            at = min(look, rested if rested > now else look, look if at is None else at)
+            at = min(latest, rested if rested > now else latest, latest if at is None else at)
         if lifecycle.steady:
             return at
         if at is not None and lifecycle.silent:

@@ -442,10 +442,6 @@ class Settlement:
         return self._held[0][0] if self._held else None
 
     @property
-    def held(self) -> int:
-        return len(self._held)
-
-    @property
     def holds_publishes(self) -> bool:
         """Whether a publish is held for another try. Thread-safe."""
         return any(isinstance(item, RepublishRequest) for _, _, item in tuple(self._held))
