@@ -86,7 +86,7 @@ class QueueRecord:
         self._server: ServerInfo | None = None  # of the last ready channel; each connection has another object
         self._new_before: list[str] = []  # the new queues when the channel was lost
 
-    def maker(self, server: ServerInfo) -> QueueRecord | None:
+    def listener_for(self, server: ServerInfo) -> QueueRecord | None:
         """Return the listener for the queues that a set-up declares on this broker.
 
         Returns None if nothing is recorded.

@@ -185,18 +185,18 @@ class StepRefused(Exception):
 
 
 def publisher_setup(
-    topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
+    topology: Iterable[Declaration], version: tuple[int, ...], listener: NewQueueListener | None = None
 ) -> SetupGenerator:
     """Declare `topology`, in order, and select confirms.
 
-    The version of the broker decides which arguments are sent. The maker is notified of the quorum queues and streams
-    that are made. If it is None, the set-up does not check first whether they exist.
+    The version of the broker decides which arguments are sent. The listener is notified of the quorum queues and
+    streams that are made. If it is None, the set-up does not check first whether they exist.
 
     Raises:
         TopologyMismatch: If an existing queue or exchange differs, or a named one is missing.
         BrokerUnavailable: If the broker refused a step for another reason.
     """
-    yield from _declare_all(topology, version, maker)
+    yield from _declare_all(topology, version, listener)
     yield from carry_out(ConfirmSelect())
 
 
@@ -207,16 +207,19 @@ def consumer_setup(
     consume: Consume,
     *,
     prefetch: int,
-    maker: NewQueueListener | None = None,
+    listener: NewQueueListener | None = None,
 ) -> SetupGenerator:
     """Carry out `pull_setup`, set the prefetch of this consumer, and consume."""
-    yield from pull_setup(queue, topology, version, maker)
+    yield from pull_setup(queue, topology, version, listener)
     yield from carry_out(SetPrefetch(prefetch))
     yield from carry_out(consume)
 
 
 def pull_setup(
-    queue: Queue | str, topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None = None
+    queue: Queue | str,
+    topology: Iterable[Declaration],
+    version: tuple[int, ...],
+    listener: NewQueueListener | None = None,
 ) -> SetupGenerator:
     """Declare `topology`, then declare the queue, or check a queue given by name.
 
@@ -224,13 +227,13 @@ def pull_setup(
         TopologyMismatch, BrokerUnavailable: For the same reasons as `publisher_setup`.
     """
     if isinstance(queue, Queue):
-        yield from _declare_all([*topology, queue], version, maker)
+        yield from _declare_all([*topology, queue], version, listener)
     else:
-        yield from _declare_all(topology, version, maker)
+        yield from _declare_all(topology, version, listener)
         yield from carry_out(CheckQueue(queue))
 
 
-def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | None = None) -> SetupGenerator:
+def declare(queue: Queue, version: tuple[int, ...], listener: NewQueueListener | None = None) -> SetupGenerator:
     """Declare one queue on a channel that is in use.
 
     The queue is not checked first, because the channel would close if it did not exist. A quorum queue or stream counts
@@ -241,7 +244,7 @@ def declare(queue: Queue, version: tuple[int, ...], maker: NewQueueListener | No
         BrokerUnavailable: If the broker refused the declaration for another reason.
     """
     new = [queue.name] if queue.type in REPLICATED else []
-    yield from _make(new, maker, carry_out(_declare_queue(queue, version)))
+    yield from _declare_new(new, listener, carry_out(_declare_queue(queue, version)))
 
 
 def explain(
@@ -390,7 +393,7 @@ def parse_version(version: str) -> tuple[int, ...]:
 
 
 def _declare_all(
-    topology: Iterable[Declaration], version: tuple[int, ...], maker: NewQueueListener | None
+    topology: Iterable[Declaration], version: tuple[int, ...], listener: NewQueueListener | None
 ) -> SetupGenerator:
     """Declare in two round trips: checks, then declarations."""
     declared = declarations(topology)
@@ -398,8 +401,8 @@ def _declare_all(
     if not steps:
         return
     replicated = [item.name for item in declared if isinstance(item, Queue) and item.type in REPLICATED]
-    missing = (yield from _missing(replicated)) if maker is not None else []
-    yield from _make(missing, maker, _carry_out_all(steps))
+    missing = (yield from _missing(replicated)) if listener is not None else []
+    yield from _declare_new(missing, listener, _carry_out_all(steps))
 
 
 def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
@@ -420,16 +423,16 @@ def _missing(names: list[str]) -> Generator[Pipeline, Any, list[str]]:
     return []
 
 
-def _make(names: list[str], maker: NewQueueListener | None, steps: SetupGenerator) -> SetupGenerator:
-    """Carry out the steps that make these queues."""
-    if maker is None or not names:
+def _declare_new(names: list[str], listener: NewQueueListener | None, steps: SetupGenerator) -> SetupGenerator:
+    """Carry out the steps that declare these new queues."""
+    if listener is None or not names:
         yield from steps
         return
-    maker.begin(names)
+    listener.begin(names)
     try:
         yield from steps
     finally:
-        maker.end(names)  # even after a refusal or an abandoned wait, the queues may have been made
+        listener.end(names)  # even after a refusal or an abandoned wait, the queues may have been made
 
 
 def _declare_queue(queue: Queue, version: tuple[int, ...]) -> DeclareQueue:

@@ -194,8 +194,7 @@ class ConsumerOptions:
         Raises:
             ConfigurationError: If an option is invalid or contradicts another option. The message names it.
         """
-        if isinstance(idempotency, type) or not (idempotency is None or isinstance(idempotency, IdempotencyStore)):
-            _refuse(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
+        _check_idempotency(idempotency, idempotency_key, idempotency_namespace)
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
         self.queue_name = check_name("queue", queue) if isinstance(queue, str) else queue.name
@@ -212,12 +211,8 @@ class ConsumerOptions:
             _refuse(f"retry must be a RetryPolicy, not {retry!r}")
         if kill_switch is not None and not isinstance(kill_switch, KillSwitch):
             _refuse(f"kill_switch must be a KillSwitch, not {kill_switch!r}")
-        if idempotency_key is not None and not callable(idempotency_key):
-            _refuse(f"idempotency_key must be callable, not {idempotency_key!r}")
-        if is_coroutine_function(idempotency_key):
-            _refuse("idempotency_key is a coroutine function, which would never be awaited")
-        if idempotency_namespace is not None and not is_text(idempotency_namespace):
-            _refuse(f"idempotency_namespace must be text, not {idempotency_namespace!r}")
+        if tracing is not None and not isinstance(tracing, Tracing):
+            _refuse(f"tracing must be a Tracing, not {tracing!r}")
         if ack_every is not None:
             whole_number("ack_every", ack_every, 1)
         if batch_size is not None:
@@ -234,8 +229,6 @@ class ConsumerOptions:
         self.settings = parse_url(
             url, tls=tls, credentials=credentials, heartbeat=heartbeat, connect_timeout=connect_timeout
         )
-        if tracing is not None and not isinstance(tracing, Tracing):
-            _refuse(f"tracing must be a Tracing, not {tracing!r}")
         self._reconnect = reconnect_wait, reconnect_stop
         self.new_reconnect_policy()  # refuses an invalid reconnect_wait or reconnect_stop
         self._republishing: dict[str, Any] = {
@@ -295,18 +288,7 @@ class ConsumerOptions:
             "batch_size": self.batch,
             "dead_letter": dead_letter not in (DEFAULT, None),
         }
-        if ack_mode == "automatic":
-            self._refuse_with(given, "ack_mode='automatic': the broker forgets what it sends")
-        if handler is None:
-            del given["retry"], given["dead_letter"]
-            given["ack_mode='automatic'"] = ack_mode == "automatic"
-            given["a stream"] = self.is_stream
-            self._refuse_with(given, "a consumer without a handler: what get() gives is settled one by one")
-        if self.is_stream:
-            self._refuse_with(
-                {"ack_mode='automatic'": ack_mode == "automatic", "prefetch=0": prefetch == 0},
-                "a stream: RabbitMQ refuses it",
-            )
+        self._check_combination(given)
         self._check_prefetch(prefetch)
 
     @property
@@ -369,10 +351,6 @@ class ConsumerOptions:
         self._check_prefetch(prefetch)
         self.prefetch = prefetch
 
-    def _check_prefetch(self, prefetch: int) -> None:
-        ack_every = self._ack_every if self._ack_mode == "manual" else None
-        check_prefetch(prefetch, ack_every=ack_every, batch_size=self._batch_size)
-
     def new_session(self) -> ConsumerSession:
         """Return a new session."""
         acks = None
@@ -382,9 +360,6 @@ class ConsumerOptions:
         dead_letters = None
         if self.dead_letter is not None:
             dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)
-        batcher = None
-        if self._batch_size is not None:
-            batcher = Batcher(self._batch_size, self._batch_wait)
         max_body, max_header = self._limits
         queue, single_active = self._quarantine, self.single_active
         return ConsumerSession(
@@ -394,7 +369,7 @@ class ConsumerOptions:
             dead_letters=dead_letters,
             broker_dead_letters=self._broker_dead_letters,
             acks=acks,
-            batcher=batcher,
+            batcher=None if self._batch_size is None else Batcher(self._batch_size, self._batch_wait),
             max_body_bytes=max_body,
             max_header_bytes=max_header,
             stream_offset=StreamOffset(start_moves=self._start_moves) if self.is_stream else None,
@@ -462,11 +437,11 @@ class ConsumerOptions:
         )
 
     def setup(
-        self, server: ServerInfo, consumer_tag: str, following: Offset | None, maker: NewQueueListener | None = None
+        self, server: ServerInfo, consumer_tag: str, following: Offset | None, listener: NewQueueListener | None = None
     ) -> SetupGenerator:
         """Return the set-up steps after which the broker delivers messages.
 
-        A stream is read from ``following``. `maker` is notified of the quorum queues that the steps declare.
+        A stream is read from ``following``. `listener` is notified of the quorum queues that the steps declare.
         """
         return consumer_setup(
             self._queue,
@@ -474,12 +449,12 @@ class ConsumerOptions:
             server.version_tuple,
             self.consume(consumer_tag, following),
             prefetch=self.prefetch,
-            maker=maker,
+            listener=listener,
         )
 
-    def pull_setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
-        """Return the set-up steps before ``basic.get``. `maker` is as in `setup`."""
-        return pull_setup(self._queue, self._declared, server.version_tuple, maker)
+    def pull_setup(self, server: ServerInfo, listener: NewQueueListener | None = None) -> SetupGenerator:
+        """Return the set-up steps before ``basic.get``. `listener` is as in `setup`."""
+        return pull_setup(self._queue, self._declared, server.version_tuple, listener)
 
     def consume(self, consumer_tag: str, following: Offset | None) -> Consume:
         """Return the subscribing step of `setup`."""
@@ -557,11 +532,39 @@ class ConsumerOptions:
             _refuse("dead_letter is the queue itself: what is given up would come back forever")
         return name
 
-    @staticmethod
-    def _refuse_with(given: Mapping[str, bool], reason: str) -> None:
-        for option, is_given in given.items():
-            if is_given:
-                _refuse(f"{option} does not go with {reason}")
+    def _check_combination(self, given: dict[str, bool]) -> None:
+        """Refuse given options that contradict ``ack_mode``, a stream or ``get``."""
+        automatic = self._ack_mode == "automatic"
+        if automatic:
+            _refuse_with(given, "ack_mode='automatic': the broker forgets what it sends")
+        if not self._pushed:
+            del given["retry"], given["dead_letter"]
+            given |= {"ack_mode='automatic'": automatic, "a stream": self.is_stream}
+            _refuse_with(given, "a consumer without a handler: what get() gives is settled one by one")
+        if self.is_stream:
+            given = {"ack_mode='automatic'": automatic, "prefetch=0": self.prefetch == 0}
+            _refuse_with(given, "a stream: RabbitMQ refuses it")
+
+    def _check_prefetch(self, prefetch: int) -> None:
+        ack_every = self._ack_every if self._ack_mode == "manual" else None
+        check_prefetch(prefetch, ack_every=ack_every, batch_size=self._batch_size)
+
+
+def _check_idempotency(store: object, key: object, namespace: object) -> None:
+    if isinstance(store, type) or not (store is None or isinstance(store, IdempotencyStore)):
+        _refuse(f"idempotency must be an IdempotencyStore, not {store!r}")
+    if key is not None and not callable(key):
+        _refuse(f"idempotency_key must be callable, not {key!r}")
+    if is_coroutine_function(key):
+        _refuse("idempotency_key is a coroutine function, which would never be awaited")
+    if namespace is not None and not is_text(namespace):
+        _refuse(f"idempotency_namespace must be text, not {namespace!r}")
+
+
+def _refuse_with(given: Mapping[str, bool], reason: str) -> None:
+    for option, is_given in given.items():
+        if is_given:
+            _refuse(f"{option} does not go with {reason}")
 
 
 def _arguments(given: Mapping[str, object] | None, queue: Queue | str, offset: Offset | None) -> dict[str, object]:

@@ -295,7 +295,7 @@ class BasePublisherChannel(BaseChannel[P]):
             disconnected_reason=self.session.disconnected_reason,
             given_up="" if self.fatal is None else str(self.fatal),
             loop_over=self._io.over,
-            unanswered_since=self._watch.look(now, self._io.call_soon),
+            unanswered_since=self._watch.check(now, self._io.call_soon),
             patience=self._heartbeat,
             work=self.outstanding,
             # A message that is just being taken has no time yet.
@@ -366,7 +366,7 @@ class BasePublisherChannel(BaseChannel[P]):
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         """Return the steps that make a channel ready."""
-        return self._setup(server, self._record.maker(server))
+        return self._setup(server, self._record.listener_for(server))
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Start publishing on an open channel with its topology and confirms set up."""

@@ -199,12 +199,12 @@ class PublisherOptions:
         wait, stop = self._reconnect
         return ReconnectPolicy(hosts=len(self.settings.endpoints), wait=wait, stop=stop, proven=self.proven)
 
-    def setup(self, server: ServerInfo, maker: NewQueueListener | None = None) -> SetupGenerator:
+    def setup(self, server: ServerInfo, listener: NewQueueListener | None = None) -> SetupGenerator:
         """Return the set-up steps of a publishing channel.
 
-        `maker` is notified of the quorum queues that the steps declare.
+        `listener` is notified of the quorum queues that the steps declare.
         """
-        return channel_setup.publisher_setup(self._topology, server.version_tuple, maker)
+        return channel_setup.publisher_setup(self._topology, server.version_tuple, listener)
 
     def new_tracer(self) -> PublisherTracer | None:
         """Return a new tracer for the publisher, or None without tracing."""

@@ -367,7 +367,7 @@ class BasePullSubscription(BaseSubscription):
         self._unanswered -= 1
 
     def _subscribe(self, server: ServerInfo) -> SetupGenerator:
-        return self._options.pull_setup(server, self._maker)
+        return self._options.pull_setup(server, self._queue_listener)
 
     def _run(self) -> None:
         """Pass deliveries on, and request more or end the round."""

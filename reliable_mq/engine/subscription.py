@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from dataclasses import replace
@@ -65,23 +64,6 @@ logger = get_logger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake
 _LOG_STORE_FAILURES_EVERY = 10.0  # minimum seconds between two log lines about failures of the idempotency store
-
-_LEVELS = {
-    LogEventKind.RETRIED: logging.INFO,
-    LogEventKind.DEAD_LETTERED: logging.WARNING,
-    LogEventKind.PAUSED: logging.ERROR,
-    LogEventKind.RESUMED: logging.WARNING,
-    LogEventKind.QUARANTINED: logging.WARNING,
-    LogEventKind.REJECTED: logging.ERROR,
-    LogEventKind.NOT_DECLARED: logging.WARNING,
-    LogEventKind.REPUBLISH_FAILED: logging.ERROR,
-    LogEventKind.STORE_FAILED: logging.ERROR,
-    LogEventKind.BATCH_FAILED: logging.WARNING,
-    LogEventKind.CANCELLED: logging.WARNING,
-    LogEventKind.OVERDUE: logging.WARNING,
-    LogEventKind.TIMED_OUT: logging.ERROR,
-    LogEventKind.DROPPED: logging.ERROR,
-}
 
 
 class Event(Protocol):
@@ -149,7 +131,7 @@ class BaseSubscription(NullListener):
         self._options = options
         self._virtual_host = settings.virtual_host
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
-        self._maker: QueueRecord | None = None  # `_record` while new queues are recorded; else None
+        self._queue_listener: QueueRecord | None = None  # `_record` while new queues are recorded; else None
         self._in_quarantine = False  # whether quarantine is subscribed
         self._refused: list[tuple[Queue, ReliableMQError]] = []  # declarations that closed the last channel
         self._known_refused: list[tuple[Queue, ReliableMQError]] = []  # earlier ones, on this connection
@@ -161,7 +143,7 @@ class BaseSubscription(NullListener):
         self._unstarted: deque[Delivery] = deque()
         self._requeued: deque[Delivery] = deque()
         self._woken = False
-        self._alarm = Wakeup(self._run)
+        self._wakeup = Wakeup(self._run)
         self._store_log = LogLimit(_LOG_STORE_FAILURES_EVERY)
         self._vitals = ConsumerVitals(settings.heartbeat)
         self._first_attempts_over = self._event_type()
@@ -395,7 +377,7 @@ class BaseSubscription(NullListener):
         self._woken = False
         now = time.monotonic()
         if not self.session.running:
-            self._vitals.worked(now)  # before any delivery runs, as a probe may look in between
+            self._vitals.worked(now)  # before any delivery runs, as a probe may come in between
         self._take_in(now)
         actions = self._decide(now)
         self._carry_out(actions)
@@ -405,7 +387,7 @@ class BaseSubscription(NullListener):
         self._report_after = actions.report_after
         if len(self._results) >= self._report_after:  # reported in the meantime, under the old limit
             self._wake()
-        self._alarm.set(actions.wake_at, now, self._io.call_later)
+        self._wakeup.set(actions.wake_at, now, self._io.call_later)
 
     def _decide(self, now: float) -> Actions:
         """Poll the session, and recall deliveries first if it requests that."""
@@ -434,7 +416,7 @@ class BaseSubscription(NullListener):
         if actions.dispatch:
             self.handlers.put(actions.dispatch)
         for queue in actions.declare:
-            self._io.run(declare(queue, self._version, self._maker), partial(self._declared, queue))
+            self._io.run(declare(queue, self._version, self._queue_listener), partial(self._declared, queue))
         if self.republisher is not None:
             for republish in actions.publish:
                 self.republisher.put(republish)
@@ -457,7 +439,7 @@ class BaseSubscription(NullListener):
                 if not due:
                     continue
                 line += f"; {due:,} such failures since the last line" if due > 1 else ""
-            logger.log(_LEVELS[event.kind], "%s", line, extra=event.ids)
+            logger.log(event.kind.level, "%s", line, extra=event.ids)
 
     def _record_settled(self, actions: Actions) -> None:
         if actions.settled and self.tracer is not None:
@@ -475,7 +457,7 @@ class BaseSubscription(NullListener):
 
     def _finish(self, now: float) -> None:
         """Close the connection after acking everything that has ended by now."""
-        self._alarm.cancel()  # the loop may belong to the user
+        self._wakeup.cancel()  # the loop may belong to the user
         self._delivery_check.end()
         if self.ended.is_set():
             return
@@ -500,7 +482,7 @@ class BaseSubscription(NullListener):
     # On the loop: the subscription
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
-        self._maker = self._record.maker(server)
+        self._queue_listener = self._record.listener_for(server)
         if self.session.lifecycle.stopping:
             return
         for index, (queue, error) in enumerate(self._refused):
@@ -511,7 +493,7 @@ class BaseSubscription(NullListener):
         offset = self.session.stream_offset
         self.session.subscribing(self._options.prefetch)
         start = None if offset is None else offset.start
-        yield from self._options.setup(server, self.session.lifecycle.consumer_tag, start, self._maker)
+        yield from self._options.setup(server, self.session.lifecycle.consumer_tag, start, self._queue_listener)
         if self.session.lifecycle.stopping:  # deliveries that it requeues would come back at once
             yield Cancel(self.session.lifecycle.consumer_tag)
 

@@ -220,7 +220,7 @@ def test_a_look_that_costs_the_connection_ends_the_attempt() -> None:
 
 
 def test_a_consumer_looks_for_its_queue_and_its_topology() -> None:
-    setup = consumer_setup(A, [B], NEWEST, Consume("a", "tag"), prefetch=1, maker=Noted())
+    setup = consumer_setup(A, [B], NEWEST, Consume("a", "tag"), prefetch=1, listener=Noted())
     assert sent_by(setup)[0] == Pipeline((CheckQueue("b"), CheckQueue("a")))
     assert sent_by(pull_setup(A, [B], NEWEST, Noted()))[0] == Pipeline((CheckQueue("b"), CheckQueue("a")))
     assert sent_by(pull_setup("a", [B], NEWEST, Noted()))[0] == Pipeline((CheckQueue("b"),))

@@ -211,23 +211,30 @@ class RepublishQueue:
         return not (self._publishing or self._ready or self._undeclared)
 
 
-class LogEventKind(enum.Enum):
-    """The subject of a log line."""
+_INFO, _WARNING, _ERROR = 20, 30, 40  # the levels of `logging`, which the core does not import
 
-    RETRIED = "retried"
-    DEAD_LETTERED = "dead-lettered"
-    PAUSED = "kill switch pauses dispatch, too many handlers fail"
-    RESUMED = "kill switch resumes dispatch"
-    QUARANTINED = "has come back too often without an outcome, and is moved to quarantine"
-    REJECTED = "rejected"
-    NOT_DECLARED = "delay queue not declared, its messages are held here"
-    REPUBLISH_FAILED = "not published again, and stays unacked"
-    STORE_FAILED = "idempotency store failed"
-    BATCH_FAILED = "failed with its batch, each of which is tried by itself"
-    CANCELLED = "not handled, no attempt is counted"
-    OVERDUE = "unacked for long"
-    TIMED_OUT = "timed out in its handler"
-    DROPPED = "failed, and acknowledged automatically"
+
+class LogEventKind(enum.Enum):
+    """The subject of a log line, with its text and level."""
+
+    RETRIED = "retried", _INFO
+    DEAD_LETTERED = "dead-lettered", _WARNING
+    PAUSED = "kill switch pauses dispatch, too many handlers fail", _ERROR
+    RESUMED = "kill switch resumes dispatch", _WARNING
+    QUARANTINED = "has come back too often without an outcome, and is moved to quarantine", _WARNING
+    REJECTED = "rejected", _ERROR
+    NOT_DECLARED = "delay queue not declared, its messages are held here", _WARNING
+    REPUBLISH_FAILED = "not published again, and stays unacked", _ERROR
+    STORE_FAILED = "idempotency store failed", _ERROR
+    BATCH_FAILED = "failed with its batch, each of which is tried by itself", _WARNING
+    CANCELLED = "not handled, no attempt is counted", _WARNING
+    OVERDUE = "unacked for long", _WARNING
+    TIMED_OUT = "timed out in its handler", _ERROR
+    DROPPED = "failed, and acknowledged automatically", _ERROR
+
+    def __init__(self, text: str, level: int) -> None:
+        self.text: Final = text
+        self.level: Final = level
 
 
 _BACK_TO_QUARANTINE: Final = 1.0  # seconds, while the subscription of quarantine goes on
@@ -245,15 +252,15 @@ class LogEvent(NamedTuple):
 
     @property
     def ids(self) -> dict[str, str] | None:
-        """The ids of the span of the last attempt, None if it is not sampled."""
+        """The trace ids of the last attempt, or None if it is not sampled."""
         context = None if self.delivery is None else self.delivery.attempt_context
         return trace_ids(context or "")
 
     def line(self, consumer: str) -> str:
         """Return the log line: the message, its failed attempts and the reason."""
         if self.delivery is None:
-            return f"consumer {consumer!r}: {self.kind.value}: {self.text}"
-        line = f"{message_name(self.delivery)} of queue {self.delivery.queue!r} {self.kind.value}: {self.text}"
+            return f"consumer {consumer!r}: {self.kind.text}: {self.text}"
+        line = f"{message_name(self.delivery)} of queue {self.delivery.queue!r} {self.kind.text}: {self.text}"
         failures = self.delivery.failures
         count = 0 if failures is None else failures.count
         if count or self.kind in _LAST:
