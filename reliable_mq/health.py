@@ -86,7 +86,7 @@ class _Probes:
     def _answer(self, method: str, path: str, accept: str) -> _Answer:
         """Return the response to a request."""
         if method not in ("GET", "HEAD"):
-            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"GET and HEAD alone\n")
+            return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD\n")
         question = _QUESTIONS.get(path)
         if question is not None:
             return self._judged(question)

@@ -36,7 +36,7 @@ def test_a_consumer_leaves_a_node_whose_member_is_stopped(
 
     More messages are published than its prefetch.
     """
-    monkeypatch.setattr(delivery_watch, "LOOK_EVERY", 1.0)
+    monkeypatch.setattr(delivery_watch, "CHECK_EVERY", 1.0)
     leader, stopped, third = rng.sample(list(rabbitmq_cluster.nodes), 3)
     handled: list[bytes] = []
 

@@ -98,9 +98,9 @@ class GroupWatch:
             task.cancel()
 
     def _start(self) -> None:
-        self._timer = self._loop.call_later(claim_groups.PATIENCE, self._look, context=self._context.copy())
+        self._timer = self._loop.call_later(claim_groups.PATIENCE, self._check, context=self._context.copy())
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         for task, groups in list(self._groups.items()):  # an eager task may add a group, or end
             if task not in self._groups:

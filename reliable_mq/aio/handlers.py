@@ -46,7 +46,7 @@ from reliable_mq.core.statistics import Histogram
 from reliable_mq.engine.claim_groups import ClaimBatcher
 from reliable_mq.engine.steps import awaiting
 from reliable_mq.engine.workers import (
-    LOOK_INTERVAL,
+    CHECK_INTERVAL,
     WorkerPool,
     all_failed,
     all_lost,
@@ -190,7 +190,7 @@ class TaskPool:
         task = self._loop.create_task(retries, name=f"{self._name}-settlements")
         try:
             while not task.done() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
-                await asyncio.wait([task], timeout=min(left, LOOK_INTERVAL))
+                await asyncio.wait([task], timeout=min(left, CHECK_INTERVAL))
         finally:
             task.cancel()
             self._store.abandon()

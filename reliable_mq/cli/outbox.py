@@ -337,7 +337,7 @@ def _wait_for_answer(box: Outbox, engine: Engine) -> None:
     """
     from reliable_mq._util.threads import DaemonExecutor
 
-    def connect(_lifeline: object) -> None:
+    def connect(_handle: object) -> None:
         with suppress(Exception), engine.connect():
             pass
 

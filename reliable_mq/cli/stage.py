@@ -30,7 +30,7 @@ _NAMES: Final = {
     "confirm_timeout": "--confirm-timeout",
     "missing_queue_timeout": "--missing-queue-timeout",
 }  # the options, as the user writes them
-_LOOK_EVERY: Final = 0.2  # seconds between two checks of the relays
+_CHECK_EVERY: Final = 0.2  # seconds between two checks of the relays
 
 
 def stage(
@@ -139,7 +139,7 @@ def _wait(relays: list[StageRelay], received: list[int]) -> None:
     """Wait for a signal, or until a relay has ended with an error."""
     idle = threading.Event()
     while not received and all(relay.error is None for relay in relays):
-        idle.wait(_LOOK_EVERY)
+        idle.wait(_CHECK_EVERY)
 
 
 def _close(relays: list[StageRelay]) -> None:

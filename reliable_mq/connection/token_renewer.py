@@ -39,7 +39,7 @@ __all__ = ["TokenRenewer"]
 logger = get_logger(__name__)
 
 _REASON: Final = "the token expires"
-_LOOK_AGAIN: Final = 1.0  # seconds between two tries while an earlier call of the callback has not returned
+_TRY_EVERY: Final = 1.0  # seconds between two tries while an earlier call of the callback has not returned
 
 
 class TokenRenewer:
@@ -141,7 +141,7 @@ class TokenRenewer:
     def _renew(self) -> None:
         now = time.monotonic()
         if not self._calls.begin(now):
-            self._set_timer(_LOOK_AGAIN, self._renew)
+            self._set_timer(_TRY_EVERY, self._renew)
         elif self._renewal.begin(now):
             link = self._link
             call_in_background(

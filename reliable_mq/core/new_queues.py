@@ -73,7 +73,7 @@ class NewQueues:
     def begin(self, names: Iterable[str]) -> None:
         for name in names:
             self._being_made[name] = self._being_made.get(name, 0) + 1
-        self._look()
+        self._update_latest()
 
     def end(self, names: Iterable[str], now: float) -> None:
         """Record that queues of `begin` are declared, or may be."""
@@ -133,9 +133,9 @@ class NewQueues:
             self._newest = max(self._newest, now)
         while self._made and self._made[next(iter(self._made))] + self.longest + KEPT <= now:
             self._made.popitem(last=False)
-        self._look()
+        self._update_latest()
 
-    def _look(self) -> None:
+    def _update_latest(self) -> None:
         if self._being_made:
             self.latest = float("inf")
         else:

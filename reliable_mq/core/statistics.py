@@ -176,9 +176,9 @@ class PublisherStatus:
     blocked_seconds: float = field(metadata=_counter("Time for which the broker has blocked publishing."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     stale_confirms: int = field(metadata=_counter("Confirms that were unknown, repeated or of an older channel."))
-    tokens_accepted: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "accepted")))
-    tokens_refused: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "refused")))
-    tokens_failed: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "failed")))
+    tokens_accepted: int = _count(_TOKENS, "token_renewals", ("outcome", "accepted"))
+    tokens_refused: int = _count(_TOKENS, "token_renewals", ("outcome", "refused"))
+    tokens_failed: int = _count(_TOKENS, "token_renewals", ("outcome", "failed"))
     event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))
 
 
@@ -226,9 +226,9 @@ class ConsumerStatus:
     paused: bool = field(metadata=_gauge("1 while the kill switch pauses the consumer."))
     reconnects: int = field(metadata=_counter(_RECONNECTS))
     handler_seconds: Histogram = field(metadata=_histogram("Time in the handler, per call."))
-    tokens_accepted: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "accepted")))
-    tokens_refused: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "refused")))
-    tokens_failed: int = field(default=0, metadata=_counter(_TOKENS, "token_renewals", ("outcome", "failed")))
+    tokens_accepted: int = _count(_TOKENS, "token_renewals", ("outcome", "accepted"))
+    tokens_refused: int = _count(_TOKENS, "token_renewals", ("outcome", "refused"))
+    tokens_failed: int = _count(_TOKENS, "token_renewals", ("outcome", "failed"))
     event_loop_stalled_seconds: float | None = field(default=None, metadata=_counter(_STALLED))
 
 
@@ -304,19 +304,19 @@ class QueueStatus:
 class StageStatistics:
     """Counts of a relay into a stage."""
 
-    moved: int = _count("Messages moved: confirmed in the stage, then acked.", "moved")
-    moved_before: int = _count("Redelivered messages acked only, since they were in the stage.", "moved_before")
-    epochs: int = _count("Times that the relay became the active one, or got a new channel.", "epochs")
-    failures: int = _count("Times that the stage did not take a message: nacked, returned, not in time.", "failures")
+    moved: int = _count("Messages moved: confirmed in the stage, then acked.")
+    moved_before: int = _count("Redelivered messages acked only, since they were in the stage.")
+    epochs: int = _count("Times that the relay became the active one, or got a new channel.")
+    failures: int = _count("Times that the stage did not take a message: nacked, returned, not in time.")
 
 
 @dataclass(frozen=True, slots=True)
 class StageStatus:
     """The state of a relay into a stage."""
 
-    active: int = field(metadata=_gauge("1 while this relay moves messages, 0 while it waits.", "active"))
-    outstanding: int = field(metadata=_gauge("Deliveries that are not acked.", "outstanding"))
-    held_bytes: int = field(metadata=_gauge("Bytes of messages that the stage has not confirmed.", "held_bytes"))
+    active: int = field(metadata=_gauge("1 while this relay moves messages, 0 while it waits."))
+    outstanding: int = field(metadata=_gauge("Deliveries that are not acked."))
+    held_bytes: int = field(metadata=_gauge("Bytes of messages that the stage has not confirmed."))
     ready: int | None = field(
-        default=None, metadata=_gauge("Messages that waited in the queue when last asked for.", "ready", "highest")
+        default=None, metadata=_gauge("Messages that waited in the queue when last asked for.", merged="highest")
     )

@@ -82,7 +82,7 @@ _FAILURES_KEPT: Final = 1000
 _GRACE: Final = 5.0  # seconds to wait for outstanding confirms when a run is interrupted
 _TOO_LATE: Final = (PublishBlocked, PublishUnconfirmed)
 _NOTICED: Final = 60.0  # seconds for RabbitMQ to notice that a connection is dead, after two heartbeats, and to requeue
-_LOOK_EVERY: Final = 0.5  # seconds
+_CHECK_EVERY: Final = 0.5  # seconds
 _LOSSES: Final = 10  # lost channels in a row, without an ack in between
 
 #: Called with the number of messages read so far, and the total.
@@ -253,7 +253,7 @@ class Replay:
         while not self._enough:
             found = next(read_batches(self.channel, self._batch, self.guard, position, self._total), None)
             if found is None:
-                if not self._held or self.stop.wait(_LOOK_EVERY) or time.monotonic() >= until:
+                if not self._held or self.stop.wait(_CHECK_EVERY) or time.monotonic() >= until:
                     return
                 continue
             messages, self._total = found

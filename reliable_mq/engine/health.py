@@ -30,14 +30,14 @@ __all__ = ["ConsumerVitals", "DeliveryCheck", "LoopWatch"]
 class LoopWatch:
     """A watch that detects an event loop that no longer runs calls. Thread-safe.
 
-    Each look schedules a call on the loop, unless the previous call has not run yet. So nothing runs between two looks,
-    and the second look detects a loop that stalls.
+    Each check schedules a call on the loop, unless the previous call has not run yet. So nothing runs between two
+    checks, and the second check detects a loop that stalls.
     """
 
     def __init__(self) -> None:
         self._asked_at: float | None = None
 
-    def look(self, now: float, call_soon: Callable[[Callable[[], None]], object]) -> float | None:
+    def check(self, now: float, call_soon: Callable[[Callable[[], None]], object]) -> float | None:
         """Return the time since which the loop has not responded, or None.
 
         Schedules the next call if the last one has run.
@@ -109,7 +109,7 @@ class ConsumerVitals:
             disconnected_reason=self._away,
             given_up="" if error is None else str(error),
             loop_over=connection.over,
-            unanswered_since=self._watch.look(now, connection.call_soon),
+            unanswered_since=self._watch.check(now, connection.call_soon),
             patience=self._heartbeat,
             work=session.running,
             worked_at=self._worked_at,
@@ -120,12 +120,12 @@ class ConsumerVitals:
 
 
 class DeliveryCheck:
-    """A timer that looks whether ready messages are delivered.
+    """A timer that checks whether ready messages are delivered.
 
     It runs while its consumer is subscribed. To be used on the loop.
 
     Args:
-        watch: The watch that decides. None to look at nothing.
+        watch: The watch that decides. None to check nothing.
         queue: The name of the queue.
         session: The session of the consumer.
         io: Its connection, which is discarded if ready messages are not delivered.
@@ -136,29 +136,29 @@ class DeliveryCheck:
         self._queue = queue
         self._session = session
         self._io = io
-        self._timer = Wakeup(self._look)
+        self._timer = Wakeup(self._check)
 
     def begin(self) -> None:
-        """Look from time to time, on a new channel."""
+        """Check from time to time, on a new channel."""
         if self._watch is not None:
             self._watch.subscribed(self._session.statistics.delivered)
-            self._look_later()
+            self._check_later()
 
     def end(self) -> None:
-        """Look no more."""
+        """Stop checking."""
         self._timer.cancel()
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         now = time.monotonic()
-        self._timer.set(now + delivery_watch.LOOK_EVERY, now, self._io.call_later)
+        self._timer.set(now + delivery_watch.CHECK_EVERY, now, self._io.call_later)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         session = self._session
         if self._watch is None or not session.lifecycle.subscribed:
             return
-        if self._watch.look(session.statistics.delivered, session.outstanding):
+        if self._watch.check(session.statistics.delivered, session.outstanding):
             self._io.run(self._count(), self._counted)
-        self._look_later()
+        self._check_later()
 
     def _count(self) -> StepGenerator:
         return (yield CheckQueue(self._queue))

@@ -43,13 +43,13 @@ CLOSE_GRACE: Final = 2.0
 """Seconds for threads to end, beyond the caller's own timeout."""
 
 ANSWER_AT_LEAST: Final = 0.5
-"""Seconds that the outbox has to answer, whatever is left of the timeout of the caller."""
+"""The minimum seconds to wait for the outbox, even if the caller's timeout has passed."""
 
 QUESTIONS: Final = 8
 """Calls of the outbox that may hang, each on a thread; further ones fail at once."""
 
-_LOOK_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox: the shortest and the longest
-_LOOK_SHARE: Final = 20  # the minimum pause as a multiple of the last poll's time, because polls slow the relay down
+_POLL_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox: the shortest and the longest
+_POLL_SHARE: Final = 20  # the minimum pause as a multiple of the last poll's time, because polls slow the relay down
 _LOG_FAILURES_EVERY: Final = 10.0  # seconds
 
 
@@ -57,7 +57,7 @@ class BacklogPoller:
     """The polling schedule of an outbox, for a caller that waits until it is empty."""
 
     def __init__(self) -> None:
-        self._shortest, self._longest = _LOOK_AFTER
+        self._shortest, self._longest = _POLL_AFTER
         self._pause = self._shortest
         self._before: tuple[int, float] | None = None  # rows left at the last poll, and its time
 
@@ -76,7 +76,7 @@ class BacklogPoller:
             rows, since = self._before
             pause = max(min(pause, left * (now - since) / (rows - left) / 2), self._shortest)
         self._before = left, now
-        return max(pause, _LOOK_SHARE * took)
+        return max(pause, _POLL_SHARE * took)
 
 
 C = TypeVar("C", bound=StoredPublication)

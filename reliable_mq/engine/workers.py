@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from reliable_mq.stores import IdempotencyStore
 
 __all__ = [
-    "LOOK_INTERVAL",
+    "CHECK_INTERVAL",
     "UNANSWERED",
     "ResultSink",
     "WorkerPool",
@@ -73,7 +73,7 @@ UNANSWERED = (
     "consumer %r: the idempotency store did not answer to %d settlements: these messages wait until their leases end, "
     "and one whose handler has returned is handled again then"
 )
-LOOK_INTERVAL = 0.1  # seconds between checks whether to keep waiting for the store
+CHECK_INTERVAL = 0.1  # seconds between checks whether to keep waiting for the store
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between retries of settlements: the first and the longest
 _LOST = "the worker that called its handler was ended"
 
@@ -182,7 +182,7 @@ class WorkerPool:
             self._retry_settlements(rest)
             return len(self._claiming.retries)
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
-            thread.join(min(left, LOOK_INTERVAL))
+            thread.join(min(left, CHECK_INTERVAL))
         over.set()
         return len(self._claiming.retries)
 
@@ -244,12 +244,12 @@ class WorkerPool:
 
     def _watch(self) -> None:
         """Take over from groups of which one handler runs long, and retry settlements."""
-        looks: list[Callable[[], None]] = [self._retry_unanswered]
-        looks += [partial(self._settle_overdue, worker) for worker in self._workers]
+        checks: list[Callable[[], None]] = [self._retry_unanswered]
+        checks += [partial(self._settle_overdue, worker) for worker in self._workers]
         while not self._over.wait(claim_groups.PATIENCE):
-            for look in looks:
+            for check in checks:
                 try:
-                    look()
+                    check()
                 except BaseException:  # not the handler's, as for the workers
                     logger.exception("failed to settle the results of a group of consumer %r", self._name)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Consumer", "next_signal", "run_to_signal", "wait_heeding_signals"]
 
-_LOOK_EVERY: Final = 0.5  # seconds
+_CHECK_EVERY: Final = 0.5  # seconds
 
 
 def wait_heeding_signals(
@@ -53,7 +53,7 @@ def wait_heeding_signals(
 
     ``never_set`` returns whether nothing can set it any more, which ends the wait, too.
     """
-    while not (over.wait(_LOOK_EVERY) or never_set()):
+    while not (over.wait(_CHECK_EVERY) or never_set()):
         pass
 
 
@@ -65,7 +65,7 @@ def next_signal(received: SimpleQueue[int]) -> int:
     """
     while True:
         try:
-            return received.get(timeout=_LOOK_EVERY)
+            return received.get(timeout=_CHECK_EVERY)
         except Empty:
             continue
 
@@ -234,7 +234,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
     def _wait_ended(self, subscription: Subscription) -> None:
         until = time.monotonic() + self._options.stop_timeout + END_TIMEOUT
-        while not subscription.ended.wait(_LOOK_EVERY):
+        while not subscription.ended.wait(_CHECK_EVERY):
             if time.monotonic() >= until:
                 logger.error("consumer %r did not end in time; its threads are left running", self._options.name)
                 return

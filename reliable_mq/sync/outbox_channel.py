@@ -45,7 +45,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-_LOOK_AGAIN: Final = 0.1  # seconds after which a waiting caller checks itself
+_CHECK_EVERY: Final = 0.1  # seconds after which a waiting caller checks itself
 
 
 class StoredConfirmation(StoredPublication, Confirmation):
@@ -135,7 +135,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         raise not_open(self.outbox, timeout)
-                    self._changed.wait(min(remaining, _LOOK_AGAIN))
+                    self._changed.wait(min(remaining, _CHECK_EVERY))
                     self.check_waitable()
                     self._check_open()
             finally:
@@ -300,7 +300,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or self._writer.ended:
                     return self._writer.ended
-                self._changed.wait(min(remaining, _LOOK_AGAIN))
+                self._changed.wait(min(remaining, _CHECK_EVERY))
         return True
 
     def _sleep(self, seconds: float) -> None:

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PublisherChannel", "WindowWaiters"]
 
-_LOOK_AGAIN = 0.1  # seconds after which a waiting caller checks itself, as a few free places wake no caller
+_CHECK_EVERY = 0.1  # seconds after which a waiting caller checks itself, as a few free places wake no caller
 
 
 class WindowWaiters:
@@ -100,7 +100,7 @@ class WindowWaiters:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
-                waiter.changed.wait(min(remaining, _LOOK_AGAIN))
+                waiter.changed.wait(min(remaining, _CHECK_EVERY))
                 if not waiter.admitted:
                     self._ask()
         finally:
@@ -419,7 +419,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             if waited >= PATIENCE and not nudged:
                 nudged = True
                 self.nudge()
-            self._changed.wait(min(timeout - waited, _LOOK_AGAIN))
+            self._changed.wait(min(timeout - waited, _CHECK_EVERY))
         return True
 
     def _wait_ended(self, join: Callable[[float], bool], timeout: float) -> None:

@@ -34,7 +34,7 @@ __all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
 logger = get_logger(__name__)
 
 _LOG_THREAD_EVERY = 60.0  # seconds
-_LOOK_AGAIN = 0.1  # seconds between checks whose turn it is, as the caller before may have been interrupted
+_CHECK_EVERY = 0.1  # seconds between checks whose turn it is, as the caller before may have been interrupted
 
 
 class Republisher(BaseRepublisher):
@@ -133,7 +133,7 @@ class PullSubscription(Subscription, BasePullSubscription):
                     remaining = until - time.monotonic()
                     if remaining <= 0:
                         return
-                    self._turns.wait(min(remaining, _LOOK_AGAIN))
+                    self._turns.wait(min(remaining, _CHECK_EVERY))
                 self._taker = call
             blocking(self._take(most, max(deadline, time.monotonic()), taken))
         finally:

@@ -640,13 +640,13 @@ def test_a_recovered_store_is_told_of_results_taken_over(monkeypatch: pytest.Mon
         store.asked, store.over = asyncio.Event(), asyncio.Event()
         idle = asyncio.Event()  # the watch has found no group
 
-        def looked(watch: GroupWatch) -> None:
-            look(watch)
+        def checked(watch: GroupWatch) -> None:
+            check(watch)
             if not watch._groups:
                 idle.set()
 
-        look = GroupWatch._look
-        monkeypatch.setattr(GroupWatch, "_look", looked)
+        check = GroupWatch._check
+        monkeypatch.setattr(GroupWatch, "_check", checked)
 
         async def handle(item: Delivery) -> None:
             if item.delivery_tag == 70:
@@ -1054,10 +1054,10 @@ def test_a_watch_survives_groups_that_come_and_go_as_it_looks() -> None:
 
         watch.add(first, Group(change))  # type: ignore[arg-type]
         watch.add(second, gone)  # type: ignore[arg-type]
-        watch._look()
+        watch._check()
         assert (gone.seen, last.seen) == (0, 0)
         watch.remove(first)
-        watch._look()
+        watch._check()
         assert last.seen == 1
         watch.stop()
 

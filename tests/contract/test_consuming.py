@@ -1149,7 +1149,7 @@ def test_a_consumer_connects_anew_where_nothing_is_delivered(
     broker: ScriptedBroker, new_consumer: NewConsumer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The queue's member on its node is down, so assigned messages never arrive."""
-    monkeypatch.setattr(delivery_watch, "LOOK_EVERY", 0.1)
+    monkeypatch.setattr(delivery_watch, "CHECK_EVERY", 0.1)
     got: list[bytes] = []
     with new_consumer(lambda delivery: got.append(delivery.body), ORDERS, dead_letter=None):
         first = broker.consuming

@@ -19,14 +19,14 @@ def watch() -> DeliveryWatch:
 
 
 def test_two_counts_with_ready_messages_end_a_connection(watch: DeliveryWatch) -> None:
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 1)
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert watch.counted(9, 1)
 
 
 def test_a_count_without_ready_messages_begins_anew(watch: DeliveryWatch) -> None:
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 1)
     assert not watch.counted(0, 1)
     assert not watch.counted(5, 1)
@@ -34,18 +34,18 @@ def test_a_count_without_ready_messages_begins_anew(watch: DeliveryWatch) -> Non
 
 
 def test_a_delivery_between_two_counts_begins_anew(watch: DeliveryWatch) -> None:
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 1)
-    assert not watch.look(2, 0)
-    assert watch.look(2, 0)
+    assert not watch.check(2, 0)
+    assert watch.check(2, 0)
     assert not watch.counted(5, 2)
     assert watch.counted(5, 2)
 
 
 def test_a_delivery_that_comes_with_the_count_begins_anew(watch: DeliveryWatch) -> None:
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 1)
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 2)
     assert not watch.counted(5, 2)
     assert watch.counted(5, 2)
@@ -53,10 +53,10 @@ def test_a_delivery_that_comes_with_the_count_begins_anew(watch: DeliveryWatch) 
 
 def test_nothing_is_counted_while_a_delivery_is_unsettled(watch: DeliveryWatch) -> None:
     """The consumer may be full or paused, so the broker is not to blame."""
-    assert watch.look(1, 0)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 1)
-    assert not watch.look(1, 1)
-    assert watch.look(1, 0)
+    assert not watch.check(1, 1)
+    assert watch.check(1, 0)
     assert not watch.counted(5, 1)
 
 
@@ -69,11 +69,11 @@ def test_another_subscription_begins_anew(watch: DeliveryWatch) -> None:
 def test_each_host_is_tried_once_until_a_delivery(watch: DeliveryWatch) -> None:
     """Messages for another consumer must not cost a connection every minute."""
     for _host in range(2):
-        assert watch.look(1, 0)
+        assert watch.check(1, 0)
         assert not watch.counted(5, 1)
-        assert watch.look(1, 0)
+        assert watch.check(1, 0)
         assert watch.counted(5, 1)
         watch.subscribed(1)
-    assert not watch.look(1, 0)
-    assert not watch.look(2, 0)
-    assert watch.look(2, 0), "a delivery came in the meantime"
+    assert not watch.check(1, 0)
+    assert not watch.check(2, 0)
+    assert watch.check(2, 0), "a delivery came in the meantime"

@@ -108,8 +108,8 @@ class Channel:
     since: float | None = None  # start of the round trip in progress
     progress_at: float = 0.0
     taken_at: float = -inf  # when the network last took a part of the data, or the last of it
-    unsent: int = 0  # bytes that the network had not taken at the last look
-    emptied: bool = False  # whether a look since the last progress has shown that the network had taken all
+    unsent: int = 0  # bytes that the network had not taken at the last report
+    emptied: bool = False  # whether a report since the last progress has shown that the network had taken all
     nacks_since: float = inf
     settled_through: int = 0
     passed_over_at: float = inf
@@ -167,7 +167,7 @@ class PublishingMachine(RuleBasedStateMachine):
     def meanwhile(self, kind: int, data: st.DataObject) -> None:
         match kind:
             case 2 if self.channel is not None:
-                self.look_at_the_network(data.draw(st.sampled_from([0, 1, 2])))
+                self.report_unsent(data.draw(st.sampled_from([0, 1, 2])))
             case 5:
                 self.answer()
             case 4:
@@ -354,7 +354,7 @@ class PublishingMachine(RuleBasedStateMachine):
             if self.now - since >= CONFIRM_TIMEOUT:
                 channel.progress_at = since
 
-    def look_at_the_network(self, unsent: int) -> None:
+    def report_unsent(self, unsent: int) -> None:
         channel = self.channel
         assert channel is not None
         self.session.trust.unsent(unsent, self.now)

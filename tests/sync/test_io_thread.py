@@ -219,10 +219,10 @@ def test_a_look_before_the_start_does_not_count_as_unanswered(dead_port: Endpoin
     """A probe may come while a publisher or consumer starts."""
     io = io_thread(dead_port, Client(), wait=tenacity.wait_fixed(60))
     watch = LoopWatch()
-    assert watch.look(1.0, io.call_soon) is None
+    assert watch.check(1.0, io.call_soon) is None
     io.start()
     try:
-        assert watch.look(2.0, io.call_soon) is None
-        wait_until(lambda: watch.look(3.0, io.call_soon) is None, timeout=30, what="an answer")
+        assert watch.check(2.0, io.call_soon) is None
+        wait_until(lambda: watch.check(3.0, io.call_soon) is None, timeout=30, what="an answer")
     finally:
         io.close(10)

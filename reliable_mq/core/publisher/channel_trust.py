@@ -70,7 +70,7 @@ class ChannelTrust:
         self._confirm_timeout = confirm_timeout
         self._progress_at = 0.0  # when the broker last settled anything, or last had no outstanding confirms
         self.taken_at = -inf  # when the network last took written data, before it had taken all
-        self._unsent = 0  # written bytes that the network had not taken at the last look
+        self._unsent = 0  # written bytes that the network had not taken at the last report
         self._all_taken = False  # whether the network has taken all that was written since `_progress_at`
         self._unblocked_at = -inf  # when the broker last ended a block
         self._nacks_since: float | None = None  # from when nacks only are counted: the first one after the last ack
