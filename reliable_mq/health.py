@@ -121,14 +121,18 @@ def _exposed(registry: CollectorRegistry, accept: str) -> _Answer:
 def _report(part: Part | Callable[[], Health]) -> dict[str, Any]:
     """Return the entry of a part. A part whose health cannot be shown is not live."""
     try:
+        name = repr(part)
+    except (Exception, SystemExit):  # noqa: BLE001  # it is the user's own code, and the health counts
+        name = object.__repr__(part)
+    try:
         found: object = part() if callable(part) else part.health()
         if isinstance(found, Health):
-            return _entry(repr(part), found)
+            return _entry(name, found)
         reason = f"its health() returned {type(found).__name__}, not Health"
     except (Exception, SystemExit) as error:  # sys.exit() would end the probes and not the program
-        logger.exception("health() of %r raised", part)
+        logger.exception("health() of %s raised", name)
         reason = f"its health() raised {type(error).__name__}"
-    return _entry(repr(part), Health(False, False, False, time.time(), reason))
+    return _entry(name, Health(False, False, False, time.time(), reason))
 
 
 def _entry(name: str, health: Health) -> dict[str, Any]:

@@ -113,6 +113,20 @@ def test_a_part_that_raises_is_not_live_and_hides_its_text(caplog: pytest.LogCap
     assert "health() of <Part> raised" in caplog.text
 
 
+def test_a_part_whose_repr_raises_is_shown_all_the_same() -> None:
+    class Unfinished(Part):
+        def __repr__(self) -> str:
+            raise AttributeError("_name")
+
+    part = Unfinished()
+    with HealthServer(part, port=0) as server:
+        status, _, body = get(server, "/livez")
+        assert status == 200
+        assert "Unfinished object at" in json.loads(body)["parts"][0]["part"]
+        part.answer = ValueError()
+        assert get(server, "/livez")[0] == 503
+
+
 def test_metrics_are_served_in_the_format_that_is_asked_for() -> None:
     registry = CollectorRegistry()
     Counter("things", "Things.", registry=registry).inc()

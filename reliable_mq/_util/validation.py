@@ -6,8 +6,10 @@ A constructor that passes its arguments on gets its signature from the class tha
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
+import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +24,7 @@ __all__ = [
     "Duration",
     "check_flag",
     "declared_by",
+    "decode_json",
     "file_path",
     "fraction",
     "is_host",
@@ -131,8 +134,31 @@ def missing_extra(name: str, extra: str, error: ImportError) -> ConfigurationErr
     return ConfigurationError(f"{name} needs more ({error}): pip install 'reliable-mq[{extra}]'")
 
 
+_JSON_DEEPEST: Final = 500  # levels
+_NO_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
+
+
+def decode_json(text: str | bytes, **options: Any) -> Any:
+    """Decode JSON that may come from anybody. ``options`` are those of `json.loads`.
+
+    Raises:
+        ValueError: If the text is not JSON.
+        RecursionError: If it has more than 500 levels. Python's decoder would raise that at the end of the stack. A
+            garbage collection that runs down there cannot call destructors.
+    """
+    raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    if raw.count(b"[") + raw.count(b"{") > _JSON_DEEPEST:
+        depth = deepest = 0
+        for bracket in _NO_BRACKETS.sub(b"", raw):
+            depth += 1 if bracket in b"[{" else -1
+            deepest = max(deepest, depth)
+        if deepest > _JSON_DEEPEST:
+            raise RecursionError(f"JSON of {deepest} levels")
+    return json.loads(text, **options)
+
+
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object; for use as a hook of `json.loads`.
+    """Return a JSON object; for use as a hook of `decode_json`.
 
     Raises:
         ConfigurationError: If two keys are equal. Python itself would keep the last one.

@@ -54,11 +54,10 @@ def _line(part: dict[str, Any]) -> str:
 def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     """Return the status and the report of a probe. Refuse other responses."""
     import http.client
-    import json
     from urllib.parse import urlsplit
 
     from reliable_mq._util.threads import DaemonExecutor
-    from reliable_mq._util.validation import is_host
+    from reliable_mq._util.validation import decode_json, is_host
 
     try:
         parts = urlsplit(url)
@@ -94,7 +93,7 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     if status not in _ANSWERS:
         raise ConfigurationError(f"{host} responded with {status} {reason}: is this the URL of a probe?")
     try:
-        report = json.loads(body)
+        report = decode_json(body)
         report["parts"][0]["live"]
         [part.keys() for part in report["parts"]]
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):

@@ -10,6 +10,7 @@ Invariants:
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import os
@@ -165,12 +166,34 @@ def product(*, as_json: bool) -> BinaryIO:
     """Return standard output for bytes. On a terminal it escapes them."""
     if sys.stdout is None:
         raise OSError(errno.EBADF, "standard output is closed")
-    out = sys.stdout.buffer
+    try:
+        out = cast("BinaryIO", _WholeOutput(sys.stdout.fileno()))
+    except io.UnsupportedOperation:  # sys.stdout was replaced by an object in memory
+        out = sys.stdout.buffer
     return cast("BinaryIO", _TerminalProduct(out, as_json=as_json)) if sys.stdout.isatty() else out
 
 
+class _WholeOutput:
+    """Standard output. A write returns once the pipe or the file has all of it.
+
+    ``sys.stdout.buffer`` does not do that. With PYTHONUNBUFFERED, it may write only a part. Otherwise, a write that
+    waits for the reader of a pipe holds a lock, which the exit of the interpreter would wait for.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._descriptor, rest) :]
+
+    def flush(self) -> None:
+        """Do nothing: there is no buffer."""
+
+
 class _TerminalProduct:
-    """The methods of a binary file that callers of `product` use."""
+    """Standard output as a terminal, with unprintable characters escaped."""
 
     def __init__(self, out: BinaryIO, *, as_json: bool) -> None:
         self._out = out

@@ -22,7 +22,7 @@ from datetime import datetime
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
-from reliable_mq._util.validation import is_text, unique_keys
+from reliable_mq._util.validation import decode_json, is_text, unique_keys
 from reliable_mq.codec import CodecError, Properties, encode_properties
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.deadletters.message import DeadMessage
@@ -62,7 +62,7 @@ def read_line(text: bytes) -> Line:
         ConfigurationError: If the line is not a message. The error names a wrong key.
     """
     try:
-        line = json.loads(text, object_pairs_hook=unique_keys)
+        line = decode_json(text, object_pairs_hook=unique_keys)
     except ConfigurationError:
         raise
     except ValueError as error:

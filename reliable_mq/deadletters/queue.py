@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -221,6 +222,12 @@ class DeadLetterQueue(OfOneProcess):
         Returns:
             The number of messages written.
         """
+        if isinstance(file, io.RawIOBase):  # without a buffer, a write may write only a part
+            whole = io.BufferedWriter(file)
+            try:
+                return self.export(whole, chosen, limit=limit, progress=progress)
+            finally:
+                whole.detach()
         written = 0
         with closing(self.browse(chosen, limit=limit, progress=progress)) as messages:  # type: ignore[type-var]
             for message in messages:

@@ -11,13 +11,12 @@ numbers are sent to executors.
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple, NoReturn
 
-from reliable_mq._util.validation import LONGEST, SHORT_STRING_BYTES, unique_keys
+from reliable_mq._util.validation import LONGEST, SHORT_STRING_BYTES, decode_json, unique_keys
 from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
@@ -204,7 +203,7 @@ _truth: Final = _one_of("true or false", {"true": True, "false": False})
 def _by_stream(name: str, text: str, wanted: str, is_wanted: Callable[[Any], bool]) -> dict[str, Any]:
     """Parse a JSON object that maps each stream to a value."""
     try:
-        parsed = json.loads(text, object_pairs_hook=unique_keys)
+        parsed = decode_json(text, object_pairs_hook=unique_keys)
     except ConfigurationError as error:
         raise ConfigurationError(f"{name}: {error}") from error
     except (ValueError, RecursionError):

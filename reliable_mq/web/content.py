@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from reliable_mq._util.validation import decode_json
 from reliable_mq.codec import CodecError, Properties
 from reliable_mq.core.consumer.attempts import printable
 
@@ -130,7 +131,7 @@ def _indented(text: str) -> str | None:
     shown as they were sent.
     """
     try:
-        json.loads(text, parse_int=len, parse_float=len, parse_constant=_refuse)
+        decode_json(text, parse_int=len, parse_float=len, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     out: list[str] = []

@@ -7,6 +7,8 @@ import json
 import logging
 import os
 import pty
+import subprocess
+import sys
 import threading
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ from tests.cli.hostile import HOSTILE, harmless
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
@@ -201,6 +204,80 @@ def test_a_body_reaches_a_pipe_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(pipe))
     product(as_json=False).write(b"\x1b[2J\xff\x00")
     assert pipe.getvalue() == b"\x1b[2J\xff\x00"
+
+
+_WRITE_MUCH = """
+import resource, sys
+from reliable_mq.cli.terminal import product
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+product(as_json=False).write(b"x" * 300)
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_part_of_a_message_is_not_taken_for_the_whole(unbuffered: str, tmp_path: Path) -> None:
+    """Without a buffer, Python writes what fits, and reports only how much that is."""
+    with (tmp_path / "out").open("wb") as out:
+        environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+        done = subprocess.run(
+            [sys.executable, "-c", _WRITE_MUCH], stdout=out, stderr=subprocess.PIPE, env=environment, check=False
+        )
+    assert done.returncode == 1
+    assert b"File too large" in done.stderr
+
+
+_WRITE_TO_NOBODY = """
+import sys, threading, time
+from reliable_mq.cli import app
+from reliable_mq.cli.terminal import product
+
+class Out:
+    def write(self, data):
+        began.set()
+        out.write(data)
+
+out, began = product(as_json=False), threading.Event()
+threading.Thread(target=Out().write, args=(b"x" * 1_000_000,), daemon=True).start()
+began.wait()
+app._run = lambda: 3
+sys.stderr.write("leaving")
+sys.stderr.flush()
+sys.exit(app.run())
+"""
+
+
+def test_a_command_ends_although_nobody_reads_its_output() -> None:
+    """A thread still writes into the full pipe."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", _WRITE_TO_NOBODY], env=environment, **pipes) as process:  # type: ignore[call-overload]
+        try:
+            assert process.wait(20) == 3
+        finally:
+            process.kill()
+
+
+_PRINT_UNDER_A_BAR = """
+from reliable_mq.cli.dlq.render import progress_bar
+
+with progress_bar("reading") as bar:
+    bar(1, 2)
+    print("a line")
+"""
+
+
+def test_output_stays_on_its_pipe_under_a_progress_bar() -> None:
+    """The bar is on a terminal: ``dlq list --json | jq`` at a shell."""
+    ours, theirs = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PRINT_UNDER_A_BAR], stdout=subprocess.PIPE, stderr=theirs, timeout=30, check=True
+        )
+    finally:
+        os.close(theirs)
+        os.close(ours)
+    assert done.stdout == b"a line\n"
 
 
 def test_without_standard_output_there_is_nothing_to_write_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,19 @@
-"""Whole numbers in the arguments of users."""
+"""Whole numbers and JSON in the arguments of users."""
 
 from __future__ import annotations
+
+import contextlib
+import gc
+import json
+from typing import TYPE_CHECKING
 
 import pytest
 
 from reliable_mq import ConfigurationError
-from reliable_mq._util.validation import whole_number
+from reliable_mq._util.validation import decode_json, whole_number
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @pytest.mark.parametrize("value", [1, 5, 2**70])
@@ -25,3 +33,43 @@ def test_both_bounds_and_the_unit_are_named() -> None:
     with pytest.raises(ConfigurationError) as refused:
         whole_number("size", 11, 0, 10, unit="bytes")
     assert str(refused.value) == "size must be a whole number from 0 to 10 (bytes), not 11"
+
+
+@pytest.mark.parametrize("kind", [str, str.encode], ids=["text", "bytes"])
+def test_json_of_many_levels_is_refused_before_it_is_decoded(kind: Callable[[str], str | bytes]) -> None:
+    """Brackets in strings are no levels."""
+    assert decode_json(kind("[" * 500 + "]" * 500)) == json.loads("[" * 500 + "]" * 500)
+    assert decode_json(kind(json.dumps(['[{"' * 2000, {}] * 400))) == ['[{"' * 2000, {}] * 400
+    for text in ("[" * 501 + "]" * 501, '{"a":' * 501 + "1" + "}" * 501, '["]", ' * 501, "[" * 100_000):
+        with pytest.raises(RecursionError):
+            decode_json(kind(text))
+    with pytest.raises(ValueError, match="Expecting value"):
+        decode_json(kind("[" * 400))
+
+
+def test_destructors_have_room_while_json_is_decoded() -> None:
+    """A garbage collection may run in the middle of it."""
+    destroyed: list[int] = []
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            destroyed.append(_frames(400))
+
+    before = gc.get_threshold()
+    gc.collect()
+    try:
+        gc.set_threshold(600)
+        Cycle()
+        with contextlib.suppress(RecursionError):
+            decode_json("[" * 32_000)
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert destroyed == [400]
+
+
+def _frames(count: int) -> int:
+    return 1 + _frames(count - 1) if count > 1 else 1

@@ -131,18 +131,21 @@ def list_(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per line.")] = False,
 ) -> None:
     """List dead letters, one per line, from the head of the queue."""
-    now, table = datetime.now(UTC), listing()
+    now, table, lines = datetime.now(UTC), listing(), []
     with _opened(url, queue) as dead, interruptible(_KEPT):
         total = len(dead)
         with progress_bar("reading") as bar:
             for message in dead.browse(which, limit=limit, progress=bar):
                 if as_json:
-                    print(json_text(summary_json(message)))
+                    lines.append(json_text(summary_json(message)))
                 else:
                     table.add_row(*summary(message, now))
-    if not as_json:
-        output.print(table)
-        output.print(Text(escaped(f"{table.row_count:,} shown; {total:,} messages in {queue}"), style="dim"))
+    if as_json:
+        for line in lines:
+            print(line)
+        return
+    output.print(table)
+    output.print(Text(escaped(f"{table.row_count:,} shown; {total:,} messages in {queue}"), style="dim"))
 
 
 @dlq.command()

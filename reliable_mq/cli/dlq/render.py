@@ -198,7 +198,13 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda *_: None
         return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=errors, transient=True) as progress:
+    with Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=errors,
+        transient=True,
+        redirect_stdout=False,  # rich would send all output of the block to stderr, even if stdout is a pipe
+    ) as progress:
         task = progress.add_task(title, total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
