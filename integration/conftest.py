@@ -68,7 +68,7 @@ from tests import properties, reports
 from tests.collecting import pytest_collection
 from tests.log_records import records_can_be_formatted
 from tests.new_queues import treat_new_queues_as_old
-from tests.signal_handlers import restored_handler
+from tests.signal_handlers import restored_handlers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -80,7 +80,7 @@ __all__ = [  # fixtures and hooks from elsewhere, for every test here
     "new_vhost",
     "pytest_collection",
     "records_can_be_formatted",
-    "restored_handler",
+    "restored_handlers",
     "run_async",
 ]
 

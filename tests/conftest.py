@@ -22,13 +22,13 @@ from tests import properties, reports
 from tests.collecting import pytest_collection
 from tests.log_records import records_can_be_formatted
 from tests.new_queues import treat_new_queues_as_old
-from tests.signal_handlers import restored_handler
+from tests.signal_handlers import restored_handlers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # A hook and fixtures for all tests in this directory.
-__all__ = ["pytest_collection", "records_can_be_formatted", "restored_handler"]
+__all__ = ["pytest_collection", "records_can_be_formatted", "restored_handlers"]
 
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()

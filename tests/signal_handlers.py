@@ -1,7 +1,8 @@
 """Signal handlers of tests.
 
-The handler of SIGTERM is restored after each test. Spark's readers replace it, and their handler ends the process. A
-later test in the same process may send SIGTERM to itself.
+The handlers of SIGTERM and SIGINT are restored after each test. Spark's readers replace that of SIGTERM, and their
+handler ends the process. A later test in the same process may send SIGTERM to itself. Tests that interrupt a program at
+any step also do it between the end of a block and the restoring of its handlers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def interruptible() -> Iterator[Callable[[], None]]:
 
 
 @pytest.fixture(autouse=True)
-def restored_handler() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGTERM)
+def restored_handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    signal.signal(signal.SIGTERM, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -65,12 +65,19 @@ class ReplacedHandlers:
         Args:
             remove: A callable that removes the new handler of a signal, and may set Python's own.
         """
-        for number, before in self._before.items():
+        try:
+            self._restore(remove)
+        except BaseException:  # of a signal handler; the others must not stay
+            self._restore(remove)
+            raise
+
+    def _restore(self, remove: Callable[[int], object]) -> None:
+        for number, before in list(self._before.items()):
             current = signal.getsignal(number)
             if current is not None:  # otherwise it was not set in Python, and could not be set again
                 remove(number)
                 signal.signal(number, before if current is self._after.get(number, current) else current)
-        self._before.clear()
+            del self._before[number]
         if self in _active:
             _active.remove(self)
 

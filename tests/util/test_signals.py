@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from functools import partial
 
 import pytest
 
@@ -40,3 +41,22 @@ def test_a_replacement_that_was_cut_short_is_undone() -> None:
         replaced.replace(signal.SIGUSR1, install)
     replaced.restore()
     assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def test_a_restoring_that_is_interrupted_restores_all_the_same() -> None:
+    """The handler of another signal raises in the middle."""
+    interruptions = iter([KeyboardInterrupt])
+
+    def remove(_: int) -> None:
+        for interruption in interruptions:
+            raise interruption
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.getsignal(number) for number in numbers]
+    replaced = ReplacedHandlers()
+    for number in numbers:
+        replaced.replace(number, partial(signal.signal, number, signal.SIG_IGN))
+    with pytest.raises(KeyboardInterrupt):
+        replaced.restore(remove)
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert not replaced.numbers
