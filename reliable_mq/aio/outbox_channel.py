@@ -383,7 +383,6 @@ class AsyncRelayPublisher:
 
     async def _send_rows(self) -> None:
         """Send the rows, in order, until nothing can be published."""
-        failure: ReliableMQError = _closed()
         try:
             await self._connect()
             self._refusal = None
@@ -394,12 +393,11 @@ class AsyncRelayPublisher:
                 except (PublishError, ConfigurationError) as error:  # about this row
                     self._settle(self._to_send.popleft(), error)
         except ReliableMQError as error:
-            failure = self._refusal = error
+            self._refusal = error
+            self._return_unsent(error)
         except Exception as error:
             logger.exception("unexpected error while the relay submitted a row")
-            failure = UsageError(f"the row could not be sent: {type(error).__name__}: {error}")
-        finally:
-            self._return_unsent(failure)
+            self._return_unsent(UsageError(f"the row could not be sent: {type(error).__name__}: {error}"))
 
     def _return_unsent(self, failure: ReliableMQError) -> None:
         while self._to_send:

@@ -358,8 +358,9 @@ class RelaySession:
     def _make_ready(self, row: OutboxRow) -> None:
         self.ready.append(row)
         if self._is_suspect(row):
-            self._suspects[row.id] = size = len(row.message.body)
-            self._suspect_bytes += size
+            size = len(row.message.body)
+            self._suspect_bytes += size - self._suspects.get(row.id, 0)  # an earlier attempt may be outstanding
+            self._suspects[row.id] = size
 
     def _note_answer(self, row: OutboxRow, error: ReliableMQError | None) -> None:
         """Remember whether the broker answers publishes to the row's destination."""

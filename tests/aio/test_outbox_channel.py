@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -428,6 +429,39 @@ def run_and_end(main: Callable[[], AsyncIterator[None]]) -> None:
         runner.run(begin())
     assert asyncio.all_tasks(loop) == set()
     assert complaints == []
+
+
+class ArrivesLate(deque[OutboxRow]):
+    """Rows to send. Another one comes just when the first is gone."""
+
+    def __init__(self, late: OutboxRow) -> None:
+        super().__init__()
+        self._late = [late]
+        self._begun = False
+
+    def __bool__(self) -> bool:
+        if len(self):
+            self._begun = True
+            return True
+        if self._begun and self._late:
+            self.append(self._late.pop())
+        return False
+
+
+def test_a_row_that_comes_after_the_last_one_is_sent() -> None:
+    """The relay adds rows on its own thread. The publisher is open, so it returns none."""
+
+    async def main() -> None:
+        rows = RowsInTests()
+        rows.publisher._to_send = ArrivesLate(row(2))
+        rows.publisher.send([row(1)])
+        await until(lambda: rows.sent != [])
+        rows.publisher.send([])  # the relay's signal for the row that came late
+        await until(lambda: rows.sent == [1, 2])
+        assert returned(rows.publisher) == []
+        rows.publisher.cancel()
+
+    asyncio.run(main())
 
 
 def test_rows_that_come_while_the_event_loop_ends_go_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -377,3 +377,14 @@ def test_no_row_is_delayed_while_there_is_no_channel() -> None:
     assert outcomes(session) == []
     session.stopped()
     assert session.suspects == 0
+
+
+def test_the_bytes_of_a_row_that_is_tried_twice_count_once() -> None:
+    """Its lease was lost to a relay that died, so it comes again while its old attempt is outstanding."""
+    session = RelaySession(4)
+    again = row(1, attempts=1)._replace(message=Message(bytes(1000)))
+    session.add([again])
+    session.add([again])
+    for _ in range(2):
+        session.settled(again, None)
+    assert (session.suspects, session._suspect_bytes) == (0, 0)

@@ -88,6 +88,18 @@ def test_what_is_proven_holds_for_the_same_broker_only(confirms: ProvisionalConf
     assert confirms.proven == -inf
 
 
+def test_what_a_node_has_proven_does_not_hold_for_another(confirms: ProvisionalConfirms[Publication]) -> None:
+    """Nodes without a cluster name share their new queues."""
+    new_queues = confirms.new_queues
+    confirms.channel_opened(new_queues, "rabbit@one")
+    prove(confirms)
+    assert confirms.proven == GRACE
+    confirms.channel_opened(new_queues, "rabbit@two")
+    assert confirms.proven == -inf
+    confirms.channel_opened(new_queues, "rabbit@one")
+    assert confirms.proven == GRACE
+
+
 def test_what_one_publisher_has_proven_holds_for_the_next(confirms: ProvisionalConfirms[Publication]) -> None:
     """The proof only holds for the same broker and the proven grace."""
     confirms.channel_opened(confirms.new_queues, "rabbit@one")

@@ -55,12 +55,12 @@ def test_only_a_confirmed_one_has_a_receipt(publication: Publication, outcome: O
 
 
 def test_a_nacked_one_says_how_often(publication: Publication) -> None:
-    """The error counts the nacks and names the message."""
+    """The error counts the attempts, also those without an answer, and names the message."""
     publication.outcome = Outcome.NACKED
-    publication.nacks = 3
+    publication.sends, publication.nacks = 4, 3
     error = publication.failure()
     assert isinstance(error, PublishNacked)
-    assert (error.message_id, error.attempts) == ("id-1", 3)
+    assert (error.message_id, error.attempts) == ("id-1", 4)
     assert "message id-1 to exchange 'shop' with routing key 'orders.new' was nacked by the broker" in str(error)
 
 

@@ -69,10 +69,10 @@ class ProvisionalConfirms(Generic[P]):
         """
         if not self.grace:
             return
-        if new_queues is not self.new_queues:
+        if new_queues is not self.new_queues or broker != self._broker:
             self.new_queues = new_queues
+            self._broker = broker
             self.proven = -inf
-        self._broker = broker
         self.proven = max(self.proven, new_queues.proven(broker, self.grace))
 
     def acked(self, generation: int, numbers: list[int], publications: list[P], now: float) -> list[P]:

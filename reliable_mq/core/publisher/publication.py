@@ -215,10 +215,10 @@ class Publication:
         match self.outcome:
             case Outcome.NACKED:
                 return PublishNacked(
-                    f"{self} was nacked by the broker (attempts: {self.nacks}); "
+                    f"{self} was nacked by the broker (attempts: {self.sends}); "
                     f"a queue it is routed to is full or cannot accept it{doubt}",
                     message_id=message_id,
-                    attempts=self.nacks,
+                    attempts=self.sends,
                 )
             case Outcome.RETURNED:
                 remedy = "; declare a queue of that name, or publish with mandatory=False to drop it"
@@ -273,7 +273,7 @@ class PublishReport:
 
     Attributes:
         confirmed: The number of messages that the broker has.
-        failures: Every other message with its error, in the order in which they settled.
+        failures: Every other message with its error, in no particular order.
         stored: The number of messages that are durable in the outbox. With an outbox, no message counts as confirmed.
     """
 
