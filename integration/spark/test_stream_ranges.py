@@ -174,7 +174,8 @@ def test_slow_row_processing_does_not_use_up_broker_patience(
 ) -> None:
     """The connection is lost during the processing, and the reader reconnects."""
     passed = 0.0
-    monkeypatch.setattr(stream_reader, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + passed))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed, sleep=time.sleep)
+    monkeypatch.setattr(stream_reader, "time", clock)
     publish(vhost, 1000)
     proxy = fault_proxy(vhost.url)
     reader = RangeReader(options(proxy.url, prefetch="100"), StreamRange("events", 0, 1000), COLUMNS)

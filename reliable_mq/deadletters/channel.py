@@ -19,7 +19,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 import time
 from array import array
 from bisect import bisect_right
@@ -341,7 +340,7 @@ class GetChannel(AdminChannel):
         """
         deadline = time.monotonic() + _SEEN
         while self.check().messages < ready and time.monotonic() < deadline:
-            threading.Event().wait(_POLL_EVERY)
+            time.sleep(_POLL_EVERY)
             if source is not None:
                 with self._lock:
                     self._check(source)

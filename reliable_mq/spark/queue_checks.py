@@ -21,7 +21,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import threading
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -268,7 +267,7 @@ class QueueClaims:
                         "foreachBatch. (Two brokers that tell the same cluster name count as one: rabbitmqctl "
                         "set_cluster_name)"
                     )
-                threading.Event().wait(_POLL)
+                time.sleep(_POLL)
             self._files.append(file)
 
     def release(self) -> None:

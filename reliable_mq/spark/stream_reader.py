@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -105,12 +104,12 @@ class RangeReader:
                 self._passed += 1
                 if self._metrics is not None:
                     self._metrics.streams.reconnects[self._range.stream] += 1
-                threading.Event().wait(_BETWEEN_ATTEMPTS)
+                time.sleep(_BETWEEN_ATTEMPTS)
 
     def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
         if self._filter is not None and not self._has_range(channel):
             self._wait_on()
-            threading.Event().wait(_BETWEEN_ATTEMPTS)
+            time.sleep(_BETWEEN_ATTEMPTS)
             return
         while self._position < self._range.end:
             yield from self._subscription(channel)

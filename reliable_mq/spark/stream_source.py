@@ -11,7 +11,6 @@ seen, or a limit below it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -286,7 +285,7 @@ class _Planner:
             except BrokerUnavailable as error:
                 if error.permanent or time.monotonic() >= deadline:
                     raise
-            threading.Event().wait(_AWAY)
+            time.sleep(_AWAY)
 
     def begin_anew(self, names: Iterable[str]) -> None:
         """Record streams that are created again, so that old positions are invalid."""
@@ -352,7 +351,7 @@ class _Planner:
                     ", ".join(behind),
                 )
                 break
-            threading.Event().wait(_QUICK)
+            time.sleep(_QUICK)
             for name in behind:
                 newer = max(ends[name], end_of(self._connected(), name, _SURE), key=_looked)
                 if newer != ends[name]:
@@ -515,7 +514,7 @@ class _Planner:
         deadline = time.monotonic() + _CERTAIN
         found = StreamEnd(end, 0.0)
         while found.position < begin and (left := deadline - time.monotonic()) > 0:
-            threading.Event().wait(_QUICK)
+            time.sleep(_QUICK)
             found = end_of(self._connected(), name, left)
         if found.position < begin and (
             not is_shorter(self._connected(), name, found, begin, _SURE)

@@ -5,6 +5,7 @@ For a while it delivers and counts nothing.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -28,8 +29,9 @@ LATER = {"startingTimestamp": "4000000000000", "startingOffsetsByTimestampStrate
 @pytest.fixture(autouse=True)
 def _channel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream_source, "StreamChannel", ScriptedChannel)
+    clock = SimpleNamespace(monotonic=lambda: ScriptedChannel.waited, sleep=time.sleep)
     for module in (stream_broker, stream_source):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: ScriptedChannel.waited))
+        monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(ScriptedChannel, "waited", 0.0)
     monkeypatch.setattr(ScriptedChannel, "replicas", {"localhost": Replica((12, 12), silent_for=9.0)})
 
