@@ -41,9 +41,9 @@ SMALLEST, LARGEST = 80, 600
 #: Modules that users import, or that cover their subject completely.
 SMALL_MODULES: Final = frozenset(
     {
-        "_util/boottime.py", "_util/validation.py", "_util/version.py", "cli/__main__.py", "core/publisher/trace.py",
-        "spark/autoregister.py", "spark/datasource.py", "spark/pickling.py", "testing/fixtures.py",
-        "testing/waiting.py", "tracing/conventions.py", "tracing/propagation.py",
+        "_util/boottime.py", "_util/generators.py", "_util/validation.py", "_util/version.py", "cli/__main__.py",
+        "core/publisher/trace.py", "spark/autoregister.py", "spark/datasource.py", "spark/pickling.py",
+        "testing/fixtures.py", "testing/waiting.py", "tracing/conventions.py", "tracing/propagation.py",
     }
 )  # fmt: skip
 

@@ -22,16 +22,17 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from reliable_mq._util.generators import drive
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, DeclareQueue
-from reliable_mq.core.channel_setup import Comparison, Pipeline, StepRefused, compare
+from reliable_mq.core.channel_setup import compare
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.metrics import locked
@@ -187,7 +188,8 @@ def _quietly() -> Iterator[None]:
 def _declaration(channel: AdminChannel, name: str, version: tuple[int, ...]) -> DeclareQueue | None:
     """Return the declaration of an existing queue, or None if it is unknown."""
     try:
-        comparison = _carry_out(channel, compare(DeclareQueue(name, arguments=Queue(name).arguments_for(version))))
+        declared = DeclareQueue(name, arguments=Queue(name).arguments_for(version))
+        comparison = drive(compare(declared), channel.perform)
     except BrokerUnavailable as error:
         text = str(error)
     else:
@@ -201,22 +203,6 @@ def _declaration(channel: AdminChannel, name: str, version: tuple[int, ...]) -> 
         text,
     )
     return None
-
-
-def _carry_out(channel: AdminChannel, steps: Generator[Pipeline, Any, Comparison]) -> Comparison:
-    """Perform steps that continue after a refusal, on a reopened channel."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                reply = channel.perform(step)
-            except StepRefused as refused:
-                step = steps.throw(refused)
-            else:
-                step = steps.send(reply)
-    except StopIteration as stop:
-        comparison: Comparison = stop.value
-        return comparison
 
 
 # -- claims ------------------------------------------------------------------------------------------------------------

@@ -24,10 +24,11 @@ import random
 import re
 import threading
 import time
-from collections.abc import Awaitable, Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
+from reliable_mq._util.generators import drive, drive_async
 from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import UsageError
@@ -45,7 +46,6 @@ __all__ = [
     "UnansweredClaims",
     "held_by",
     "microseconds",
-    "run_queries",
     "stored_key",
     "unique",
 ]
@@ -191,38 +191,6 @@ Queries: TypeAlias = Generator[Any, Any, T]
 """Yields queries, is sent the reply to each, and returns a result."""
 
 
-def run_queries(queries: Queries[T], send: Callable[[Any], Any]) -> T:
-    """Send each query, raise its error inside the generator, and return the result."""
-    try:
-        query = next(queries)
-        while True:
-            try:
-                reply = send(query)
-            except BaseException as error:  # noqa: BLE001 -- it is raised again, unless the call handles it
-                query = queries.throw(error)
-            else:
-                query = queries.send(reply)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-
-
-async def _run_queries(queries: Queries[T], send: Callable[[Any], Awaitable[Any]]) -> T:
-    """Run `run_queries` on an event loop."""
-    try:
-        query = next(queries)
-        while True:
-            try:
-                reply = await send(query)
-            except BaseException as error:  # noqa: BLE001 -- it is raised again, unless the call handles it
-                query = queries.throw(error)
-            else:
-                query = queries.send(reply)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-
-
 class StoreBase(OfOneProcess):
     """The calls of a store. Subclasses yield the queries of their database.
 
@@ -311,19 +279,19 @@ class SyncStore(StoreBase):
         Raises:
             IdempotencyStoreError: If the database cannot be reached, does not reply in time, or replies with an error.
         """
-        return run_queries(self._claim_many(keys, lease), self._send)
+        return drive(self._claim_many(keys, lease), self._send)
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Mark claims as done; see `IdempotencyStore.complete_many`."""
-        return run_queries(self._complete_many(claims), self._send)
+        return drive(self._complete_many(claims), self._send)
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
         """Release claims; see `IdempotencyStore.release_many`."""
-        return run_queries(self._release_many(claims, failed), self._send)
+        return drive(self._release_many(claims, failed), self._send)
 
     def reset_many(self, keys: Sequence[str]) -> list[bool]:
         """Forget the failed attempts of keys; see `ResettableStore.reset_many`."""
-        return run_queries(self._reset_many(keys), self._send)
+        return drive(self._reset_many(keys), self._send)
 
 
 class AsyncStore(StoreBase):
@@ -344,7 +312,7 @@ class AsyncStore(StoreBase):
             raise UsageError(
                 f"{self!r} is used on another event loop: its connections belong to one; make a store for each"
             )
-        return await _run_queries(queries, self._send)
+        return await drive_async(queries, self._send)
 
     async def close(self) -> None:
         """Close the connections until the next call. Your own client or engine stays open."""

@@ -29,6 +29,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, a
 from sqlalchemy.orm import Session, scoped_session
 
 from reliable_mq._util.boottime import boot, since_boot
+from reliable_mq._util.generators import drive
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.sqlalchemy import (
     AUTOCOMMIT,
@@ -44,7 +45,7 @@ from reliable_mq._util.sqlalchemy import (
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
-from reliable_mq.stores.base import DAY, AsyncStore, Queries, SyncStore, held_by, run_queries
+from reliable_mq.stores.base import DAY, AsyncStore, Queries, SyncStore, held_by
 from reliable_mq.stores.sql import Dialect, MySQL, PostgreSQL, Query, SQLite, SQLStoreBase, Steps, checked_table
 from reliable_mq.url import redacted
 
@@ -277,7 +278,7 @@ def _execute_steps(steps: Steps[T], connection: Connection) -> T:
         result = connection.execute(_statement(query.sql), query.parameters)
         return result.all() if result.returns_rows else ()
 
-    return run_queries(steps, execute)
+    return drive(steps, execute)
 
 
 @lru_cache(maxsize=256)
@@ -343,7 +344,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
 
     def purge(self) -> int:
         """Delete expired rows and return their number. Claims also delete some."""
-        return run_queries(self._purge(), self._send)
+        return drive(self._purge(), self._send)
 
     @contextmanager
     def transaction(self, *deliveries: Delivery) -> Iterator[Session]:

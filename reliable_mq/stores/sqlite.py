@@ -22,10 +22,11 @@ from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.boottime import boot, since_boot
+from reliable_mq._util.generators import drive
 from reliable_mq._util.hooks import ForkStage, around_fork, at_fork
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
 from reliable_mq.errors import IdempotencyStoreError
-from reliable_mq.stores.base import DAY, SyncStore, run_queries
+from reliable_mq.stores.base import DAY, SyncStore
 from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, checked_table
 
 __all__ = ["SQLiteStore"]
@@ -73,7 +74,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
 
     def purge(self) -> int:
         """Delete expired rows and return their number. Claims also delete some."""
-        return run_queries(self._purge(), self._send)
+        return drive(self._purge(), self._send)
 
     def close(self) -> None:
         """Close the file. The next call opens it again."""
@@ -148,7 +149,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
 
 
 def _execute_steps(steps: Steps[T], connection: sqlite3.Connection) -> T:
-    return run_queries(steps, lambda query: connection.execute(query.sql, query.parameters).fetchall())
+    return drive(steps, lambda query: connection.execute(query.sql, query.parameters).fetchall())
 
 
 def _wait_until(deadline: float, connection: sqlite3.Connection) -> None:

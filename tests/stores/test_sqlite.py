@@ -20,8 +20,8 @@ from sqlalchemy import create_engine, inspect
 from sqlalchemy.pool import NullPool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError
+from reliable_mq._util.generators import drive
 from reliable_mq.stores import Claim, ClaimStatus, SQLAlchemyStore, SQLiteStore
-from reliable_mq.stores.base import run_queries
 from reliable_mq.stores.sql import Steps
 from reliable_mq.testing.store_contract import LEASE, RETENTION
 from tests.properties import examples
@@ -129,7 +129,7 @@ def test_a_fork_waits_for_a_transaction_of_another_thread(tmp_path: Path) -> Non
         yield
 
     def send() -> None:
-        run_queries(store._query(slow), store._send)
+        drive(store._query(slow), store._send)
 
     thread = threading.Thread(target=send)
     thread.start()
@@ -419,7 +419,7 @@ def test_a_base_of_the_clock_that_was_rolled_back_is_not_kept(machine: Machine) 
         yield
 
     with pytest.raises(IdempotencyStoreError):
-        run_queries(store._query(fails), store._send)
+        drive(store._query(fails), store._send)
     machine._offset += 100.0
     with machine.store("sqlite") as other:
         [claim] = other.claim_many(["a"], LEASE)
