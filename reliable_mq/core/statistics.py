@@ -2,7 +2,7 @@
 
 A ``...Statistics`` object holds counts that its owner keeps while it works. They only grow. A ``...Status`` object is a
 reading at one moment. The metadata of a field (`MetricOfField`) documents the field and declares its metric. A new
-metric needs a field here and the line that counts it.
+metric needs a field here and the line that counts it. A `Histogram` and a `PeakAverage` sum up observations.
 
 Invariant: the values are plain numbers. One thread or event loop owns and writes them. Any thread may read them, for
 example for a scrape or a progress bar. Each value is consistent, but two of them may be a few messages apart.
@@ -25,6 +25,7 @@ __all__ = [
     "MetricOfField",
     "OutboxStatistics",
     "OutboxStatus",
+    "PeakAverage",
     "PublisherStatistics",
     "PublisherStatus",
     "QueueDepthStatistics",
@@ -36,6 +37,9 @@ __all__ = [
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds in seconds: from the round trip of a local broker to the default delivery timeout."""
+
+
+_WEIGHT = 0.2  # the weight of a smaller observation in a `PeakAverage`
 
 
 class TracedObservation(NamedTuple):
@@ -85,6 +89,25 @@ class Histogram:
     def exemplify(self, value: float, ids: Mapping[str, str], at: float) -> None:
         """Record the trace of an observation that is counted elsewhere."""
         self.exemplars[bisect_left(self.bounds, value)] = TracedObservation(value, ids, at)
+
+
+class PeakAverage:
+    """The average size of messages, which grows at once and falls slowly.
+
+    A number of messages that is computed from it soon fits in memory when the messages grow.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value: float | None = None  # bytes; None before the first observation
+
+    def observe(self, average: float) -> None:
+        """Include the average size of the messages that were read together."""
+        if self.value is None or average > self.value:
+            self.value = average
+        else:
+            self.value += _WEIGHT * (average - self.value)
 
 
 Merged: TypeAlias = Literal["sum", "highest", "lowest"]

@@ -43,6 +43,7 @@ from reliable_mq.core.outbox import (
     damaged_row,
     row_from,
 )
+from reliable_mq.core.statistics import PeakAverage
 from reliable_mq.errors import OutboxError
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlalchemy_table import (
@@ -70,7 +71,6 @@ _KEYS_AT_LEAST: Final = 100  # keys read in one statement
 _KEYS_AT_MOST: Final = 5000  # keys read per take; the next take continues there
 _ROWS_AT_FIRST: Final = 32  # rows per take while their size is unknown
 _BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # approximate
-_WEIGHT: Final = 0.2  # weight of the last take in the average
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
@@ -93,7 +93,7 @@ class SQLAlchemyRowLeases:
         self._lease = lease
         self._claims = 0  # number of claims so far
         self._renewed_at = 0.0
-        self._average: float | None = None  # average size of a row's body, in bytes
+        self._average = PeakAverage()  # of the rows' bodies
         self._last_key: str | None = None  # keys up to this one were read
         self._taken: dict[int, OutboxRow] = {}  # by id, as last taken; a row may be retaken before its outcome is known
         #: Names of claims that failed but may be committed, and when their leases end. Their rows are taken again.
@@ -137,7 +137,7 @@ class SQLAlchemyRowLeases:
             self._taken[number] = row
             self._unpublished.discard(number)
         if taken.rows:
-            self._update_average(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
+            self._average.observe(sum(len(row.message.body) for row in taken.rows) / len(taken.rows))
         return taken
 
     def decided(self, settlements: Sequence[RowSettlement]) -> None:
@@ -357,13 +357,8 @@ class SQLAlchemyRowLeases:
     @property
     def _affordable(self) -> int:
         """The maximum number of rows per take that fit in memory."""
-        return _ROWS_AT_FIRST if self._average is None else max(int(_BYTES_PER_TAKE / (self._average + 1)), 1)
-
-    def _update_average(self, average: float) -> None:
-        if self._average is None or average > self._average:
-            self._average = average
-        else:
-            self._average += _WEIGHT * (average - self._average)
+        average = self._average.value
+        return _ROWS_AT_FIRST if average is None else max(int(_BYTES_PER_TAKE / (average + 1)), 1)
 
     @property
     def _claim_name(self) -> str:

@@ -28,6 +28,7 @@ from typing import Any, Final
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.core.channel_setup import NO_STREAM, SetupGenerator, StepRefused, is_a_stream, refusal
+from reliable_mq.core.statistics import PeakAverage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import LARGEST_PREFETCH
 from reliable_mq.spark.queue_checks import QueueProfile, stream_refusal
@@ -37,7 +38,6 @@ __all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscripti
 _CAREFUL: Final = 2000  # maximum prefetch if a crash counts against deliveries that were read ahead
 _STEADY: Final = 64  # maximum prefetch if renewing the subscription may activate another consumer
 _GROWTH: Final = 64  # maximum prefetch, as a multiple of the deliveries whose size is known
-_WEIGHT: Final = 0.2  # weight of the sizes of one read in the average
 _COUNT: Final = "x-delivery-count"
 _SLACK: Final = 1.1  # times the limit, so that messages slightly above the average do not end a subscription
 
@@ -96,7 +96,7 @@ class PrefetchController:
         self._queues = queues
         self._first = min(first, most)
         self._known = 0  # deliveries whose size is known
-        self._average: float | None = None
+        self._average = PeakAverage()
         self.granted = self.prefetch  # per queue, of the current subscription
         self.paused = False  # whether no subscription exists
 
@@ -105,12 +105,12 @@ class PrefetchController:
         """The prefetch that a new subscription should have if nothing is unacked."""
         if not self._looked:
             return 1
-        if self._average is None:
+        if self._average.value is None:
             return self._first
         grown = max(_GROWTH * self._known, self._first)
         if self._bearable <= 4 * grown:  # otherwise the next step would be less than twice this one
             grown = self._bearable
-        return max(1, min(grown, int(self._most_bytes / self._queues / self._average)))
+        return max(1, min(grown, int(self._most_bytes / self._queues / self._average.value)))
 
     def _target(self, unacked: int) -> int:
         """Return the prefetch for a subscription while that many deliveries are unacked."""
@@ -129,11 +129,7 @@ class PrefetchController:
         """Record ``count`` deliveries with a total size of ``size`` bytes."""
         self._looked = True
         self._known += count
-        average = size / count
-        if self._average is None or average > self._average:
-            self._average = average
-        else:
-            self._average += _WEIGHT * (average - self._average)
+        self._average.observe(size / count)
 
     def lost(self) -> None:
         """Reset for the next channel: all unacked deliveries were returned once more."""

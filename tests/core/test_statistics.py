@@ -1,4 +1,4 @@
-"""Histograms and counts."""
+"""Histograms, averages and counts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from reliable_mq.core.statistics import (
     ConsumerStatus,
     Histogram,
     MetricOfField,
+    PeakAverage,
     PublisherStatistics,
     PublisherStatus,
     TokenStatistics,
@@ -64,6 +65,16 @@ def test_a_value_above_all_bounds_has_a_place() -> None:
     for value in (1.0, 1.5, 2.0, 2.1, 99.0):
         histogram.observe(value)
     assert histogram.counts == [1, 2, 2]
+
+
+def test_an_average_grows_at_once_and_falls_slowly() -> None:
+    average = PeakAverage()
+    assert average.value is None
+    seen = []
+    for size in (100.0, 50.0, 300.0, 300.0, 0.0):
+        average.observe(size)
+        seen.append(average.value)
+    assert seen == [100.0, 90.0, 300.0, 300.0, 240.0]
 
 
 def test_many_observations_at_once_count_like_each_by_itself() -> None:

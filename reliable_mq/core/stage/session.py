@@ -44,7 +44,7 @@ from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import UNKNOWN, Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
-from reliable_mq.core.statistics import StageStatistics
+from reliable_mq.core.statistics import PeakAverage, StageStatistics
 from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError
 
 __all__ = ["PASSED", "REQUEUED_AFTER", "TRANSITIONS", "EpochState", "StageSession"]
@@ -61,7 +61,6 @@ A cluster notices the death of a node after up to 75 s. RabbitMQ 4.3 requeues af
 
 _FIRST: Final = 8  # the prefetch while sizes are unknown: 128 MiB at the very most
 _MORE: Final = 8  # the maximum factor by which the prefetch grows as sizes become known
-_WEIGHT: Final = 0.2  # the weight of the sizes of one read in the average
 _NAMES_KEPT: Final = 4096  # the maximum number of cached pairs of exchange and routing key
 _SLACK: Final = 1.1  # the multiple of the limit of bytes above which reading pauses
 _KEPT: Final = 2  # the acked messages that may come again, as a multiple of the maximum prefetch
@@ -142,7 +141,7 @@ class StageSession:
         self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._epoch: _Epoch | None = None
-        self._average: float | None = None
+        self._average = PeakAverage()
         self._progress_at = 0.0
         self._names: dict[tuple[str, str], bytes] = {}
 
@@ -306,7 +305,8 @@ class StageSession:
             epoch.tail.clear()
         self._confirms.published(copies)
         epoch.held += size
-        self._learn(len(copies), size)
+        if copies:
+            self._average.observe(size / len(copies))
         self.statistics.moved_before += len(done)
         if done:
             epoch.accounted_at = now
@@ -394,9 +394,9 @@ class StageSession:
         most = self._options.max_outstanding
         if self._epoch is not None and self._epoch.returned:
             most >>= 2 * max(self._epoch.returned.values())  # 2000, 500, 125, 31, 7, 1
-        if self._average is None:
+        if self._average.value is None:
             return max(min(most, _FIRST), 1)
-        fits = int(self._options.max_outstanding_bytes / max(self._average, 1.0))
+        fits = int(self._options.max_outstanding_bytes / max(self._average.value, 1.0))
         grown = _MORE * self.prefetch_granted if self.prefetch_granted else _FIRST
         return max(min(most, fits, grown), 1)
 
@@ -437,15 +437,6 @@ class StageSession:
                 self._names.clear()
             names = self._names[exchange, routing_key] = names_of(self._options.queue, exchange, routing_key)
         return names
-
-    def _learn(self, count: int, size: int) -> None:
-        if not count:
-            return
-        average = size / count
-        if self._average is None or average > self._average:
-            self._average = average
-        else:
-            self._average += _WEIGHT * (average - self._average)
 
     def _came_back(self, epoch: _Epoch, delivery: RawDelivery) -> None:
         count = _header(_COUNT, delivery.properties)
