@@ -20,12 +20,14 @@ from reliable_mq.codec.properties import (
     encode_properties,
     encode_property,
     encode_values,
+    integer_header,
     join_properties,
     plain_message_id,
     plain_properties,
     plain_properties_head,
     rewrite_properties,
     split_properties,
+    stream_offset,
 )
 from reliable_mq.codec.reader import LARGEST_BODY, ChannelSink, InboundReader, RawDelivery
 from reliable_mq.codec.tables import CodecError, FieldValue, decode_table, encode_table
@@ -50,6 +52,7 @@ __all__ = [
     "encode_table",
     "encode_values",
     "header_frame_size",
+    "integer_header",
     "join_properties",
     "plain_message_id",
     "plain_properties",
@@ -57,4 +60,5 @@ __all__ = [
     "publish_head",
     "rewrite_properties",
     "split_properties",
+    "stream_offset",
 ]

@@ -18,6 +18,7 @@ from struct import error as struct_error
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
+from reliable_mq.codec.methods import STREAM_OFFSET
 from reliable_mq.codec.tables import (
     CodecError,
     FieldValue,
@@ -26,6 +27,7 @@ from reliable_mq.codec.tables import (
     encode_short_string,
     encode_table,
     encode_timestamp,
+    find_integer,
     walk_table,
 )
 from reliable_mq.errors import ConfigurationError
@@ -41,10 +43,12 @@ __all__ = [
     "encode_properties",
     "encode_property",
     "encode_values",
+    "integer_header",
     "join_properties",
     "plain_message_id",
     "rewrite_properties",
     "split_properties",
+    "stream_offset",
 ]
 
 T = TypeVar("T")
@@ -71,8 +75,14 @@ _UNKNOWN_FLAGS: Final = 0b11  # the lowest bit announces more flags, which no pr
 
 MAX_EXPIRATION_MS: Final = 315_360_000_000  # ten years; RabbitMQ 4.0 to 4.3 close the channel with 406 above it
 
+# As in the first byte of the flags.
+_CONTENT_TYPE, _CONTENT_ENCODING, _HEADERS = (_FLAGS[name] >> 8 for name in BASIC_PROPERTIES[:3])
+
 _FLAGS_WORD: Final = Struct(">H")
 _UINT32: Final = Struct(">I")
+_INT64: Final = Struct(">q").unpack_from
+_OFFSET_ENTRY: Final = encode_table({STREAM_OFFSET: 2**63 - 1})[4:-8]  # the name and the type, as RabbitMQ encodes them
+_WITH_OFFSET: Final = len(_OFFSET_ENTRY) + 8
 
 # The sizes of values that are not short strings; negative for values with a length prefix.
 _SHORT_STRING: Final = -1
@@ -380,6 +390,49 @@ class Properties:
     user_id = _Value[str]()
     app_id = _Value[str]()
     cluster_id = _Value[str]()  # retired by AMQP 0-9-1
+
+
+def integer_header(name: str) -> Callable[[bytes], int | None]:
+    """Return a function that reads a header of properties if it is an integer.
+
+    The function returns None for properties without the header, with one of another type, or that are broken. It costs
+    a tenth of decoding the headers.
+    """
+    encoded = encode_short_string(name, "the name of a header")
+
+    def read(raw: bytes) -> int | None:
+        if encoded not in raw:
+            return None
+        try:
+            start = 2
+            if raw[0] & _CONTENT_TYPE:
+                start += 1 + raw[start]
+            if raw[0] & _CONTENT_ENCODING:
+                start += 1 + raw[start]
+            if not raw[0] & _HEADERS:
+                return None
+            start += 4
+            return find_integer(raw, start, start + _UINT32.unpack_from(raw, start - 4)[0], encoded)
+        except (IndexError, struct_error):
+            return None
+
+    return read
+
+
+_offset_of: Final = integer_header(STREAM_OFFSET)
+
+
+def stream_offset(raw: bytes) -> int | None:
+    """Return the offset of a delivery from a stream, or None for another queue.
+
+    RabbitMQ adds it as a header to each delivery from a stream. So its bytes are the header, unless they occur twice,
+    for example in a value, too.
+    """
+    at = raw.find(_OFFSET_ENTRY)
+    if at >= 0 and raw.find(_OFFSET_ENTRY, at + 1) < 0 and len(raw) >= at + _WITH_OFFSET:
+        offset: int = _INT64(raw, at + len(_OFFSET_ENTRY))[0]
+        return offset
+    return _offset_of(raw)
 
 
 def rewrite_properties(

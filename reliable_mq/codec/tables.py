@@ -28,7 +28,15 @@ from typing import Any
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["CodecError", "FieldValue", "decode_table", "encode_short_string", "encode_table", "walk_table"]
+__all__ = [
+    "CodecError",
+    "FieldValue",
+    "decode_table",
+    "encode_short_string",
+    "encode_table",
+    "find_integer",
+    "walk_table",
+]
 
 #: The values of a table, nested up to ``MAX_ENCODE_DEPTH``.
 FieldValue = object
@@ -53,7 +61,7 @@ _SECOND = timedelta(seconds=1)
 _MAX_CACHED_NAMES = 1024
 _encoded_names: dict[str, bytes] = {}
 
-_NUMBERS = {
+_INTEGERS = {
     ord(letter): Struct(code)
     for letter, code in {
         "b": ">b",
@@ -65,10 +73,9 @@ _NUMBERS = {
         "i": ">I",
         "l": ">q",
         "L": ">q",
-        "f": ">f",
-        "d": ">d",
     }.items()
 }
+_NUMBERS = _INTEGERS | {ord("f"): Struct(">f"), ord("d"): Struct(">d")}
 _T_BOOL, _T_DECIMAL, _T_TIMESTAMP, _T_VOID = b"tDTV"
 _T_STRING, _T_BYTES, _T_ARRAY, _T_TABLE = b"SxAF"
 
@@ -410,3 +417,37 @@ def walk_table(data: bytes, offset: int, end: int) -> list[tuple[bytes, int, int
     if offset != end:
         raise CodecError("an entry reaches beyond its table")
     return entries
+
+
+def find_integer(data: bytes, offset: int, end: int, name: bytes) -> int | None:
+    """Return an integer of the table in ``data[offset:end]``, found by its name.
+
+    The name is searched for, and only the entries before it are walked. The same bytes within a value do not count. The
+    last of several entries with the same name counts. None if there is none, if it is no integer, or if the table is
+    broken up to it.
+
+    Args:
+        data: The bytes that contain the table.
+        offset: The start of the table's first entry.
+        end: The end of the table.
+        name: The encoded name, with its length byte.
+    """
+    found: int | None = None
+    at = data.find(name, offset, end)
+    try:
+        while at >= 0:
+            while offset < at:
+                offset += 1 + data[offset]
+                letter = data[offset]
+                if letter in _SIZED:
+                    offset += 5 + _UINT32.unpack_from(data, offset + 1)[0]
+                else:
+                    offset += 1 + _FIXED_SIZES[letter]
+            if offset == at:
+                start = at + len(name) + 1
+                number = _INTEGERS.get(data[start - 1])
+                found = number.unpack_from(data, start)[0] if number and start + number.size <= end else None
+            at = data.find(name, max(offset, at + 1), end)
+    except (IndexError, KeyError, struct_error):
+        return None
+    return found

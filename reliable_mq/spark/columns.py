@@ -36,7 +36,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from reliable_mq.codec import CodecError, Properties, RawDelivery
+from reliable_mq.codec import CodecError, Properties, RawDelivery, integer_header
 from reliable_mq.codec.methods import STREAM_OFFSET
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
@@ -469,15 +469,8 @@ def _as_json(value: object) -> object:
 
 
 def _number_in_headers(header: str) -> Callable[[Properties], int | None]:
-    encoded = header.encode()
-
-    def read(properties: Properties) -> int | None:
-        if encoded not in properties.raw:
-            return None
-        value = properties.headers_beginning(header).get(header)
-        return value if type(value) is int and -(1 << 63) <= value < 1 << 63 else None
-
-    return read
+    read = integer_header(header)
+    return lambda properties: read(properties.raw)
 
 
 _offset_among_headers: Final = _number_in_headers(STREAM_OFFSET)

@@ -25,9 +25,10 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from reliable_mq.codec import CodecError, Properties, RawDelivery
+from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.core.channel_setup import NO_STREAM, SetupGenerator, StepRefused, is_a_stream, refusal
+from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.core.statistics import PeakAverage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import LARGEST_PREFETCH
@@ -38,7 +39,6 @@ __all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscripti
 _CAREFUL: Final = 2000  # maximum prefetch if a crash counts against deliveries that were read ahead
 _STEADY: Final = 64  # maximum prefetch if renewing the subscription may activate another consumer
 _GROWTH: Final = 64  # maximum prefetch, as a multiple of the deliveries whose size is known
-_COUNT: Final = "x-delivery-count"
 _SLACK: Final = 1.1  # times the limit, so that messages slightly above the average do not end a subscription
 
 
@@ -167,11 +167,7 @@ class PrefetchController:
 
 def times_returned(delivery: RawDelivery) -> int:
     """Return how often a delivery was returned, by the broker's count; 0 if unknown."""
-    try:
-        count = Properties(delivery.properties).headers_beginning(_COUNT).get(_COUNT)
-    except CodecError:
-        return 0
-    return count if isinstance(count, int) and count > 0 else 0
+    return broker_counts(delivery.properties)[0]
 
 
 class Subscriptions:

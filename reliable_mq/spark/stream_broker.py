@@ -22,12 +22,10 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from struct import Struct
 from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import is_whole_number
-from reliable_mq.codec import CodecError, Properties, RawDelivery, encode_ack
+from reliable_mq.codec import RawDelivery, encode_ack, stream_offset
 from reliable_mq.codec.methods import (
     STREAM_OFFSET,
     Cancel,
@@ -54,15 +52,12 @@ __all__ = [
     "first_offsets_and_next",
     "from_host",
     "is_shorter",
-    "offset_of",
     "offsets_at",
 ]
 
 logger = get_logger(__name__)
 
-_ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"  # name and type, as RabbitMQ encodes them
 _PRECONDITION_FAILED: Final = 406
-_number: Final = Struct(">q").unpack_from
 
 
 class StreamChannel(AdminChannel):
@@ -220,24 +215,6 @@ def from_host(settings: ConnectionSettings, number: int) -> ConnectionSettings:
     """Return settings that begin with another host: the first may have no replica."""
     first = number % len(settings.endpoints)
     return replace(settings, endpoints=settings.endpoints[first:] + settings.endpoints[:first])
-
-
-def offset_of(delivery: RawDelivery) -> int | None:
-    """Return the offset of a delivery from a stream, or None for another queue.
-
-    RabbitMQ adds the offset as a header to each delivery. Searching for its bytes costs a tenth of decoding the
-    headers. If the bytes occur twice, for example in a value, the headers are decoded.
-    """
-    raw = delivery.properties
-    at = raw.find(_ENTRY)
-    if at >= 0 and raw.find(_ENTRY, at + 1) < 0 and len(raw) >= at + len(_ENTRY) + 8:
-        number: int = _number(raw, at + len(_ENTRY))[0]
-        return number
-    try:
-        value = Properties(raw).headers_beginning(STREAM_OFFSET).get(STREAM_OFFSET)
-    except CodecError:
-        return None
-    return value if is_whole_number(value) else None
 
 
 _PREFETCH: Final = 2000  # for the search for the end; a chunk has at most some thousand messages, or many small ones
@@ -399,7 +376,7 @@ def _counted(channel: StreamChannel, stream: str) -> int:
 
 
 def _offset(delivery: RawDelivery, stream: str) -> int:
-    offset = offset_of(delivery)
+    offset = stream_offset(delivery.properties)
     if offset is None:
         raise ConfigurationError(f"a message of {stream!r} came without an offset: it is not a stream")
     return offset

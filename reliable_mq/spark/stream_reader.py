@@ -23,7 +23,7 @@ from typing import Final
 import pyarrow as pa
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.codec import CodecError, Properties, RawDelivery
+from reliable_mq.codec import CodecError, Properties, RawDelivery, stream_offset
 from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
@@ -31,7 +31,7 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_subscriptions import PrefetchController
-from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter, offset_of
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter
 from reliable_mq.spark.stream_offsets import StreamRange
 
 __all__ = ["RangeReader", "ValueFilter"]
@@ -211,7 +211,7 @@ class RangeReader:
         logger.warning("%s; continuing because failOnDataLoss is false", what)
 
     def _offset(self, delivery: RawDelivery) -> int:
-        offset = offset_of(delivery)
+        offset = stream_offset(delivery.properties)
         if offset is None:
             raise ConsumeError(f"a message of {self._range.stream!r} came without an offset: it is not a stream")
         return offset

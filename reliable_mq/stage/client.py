@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.codec import Properties, RawDelivery
+from reliable_mq.codec import RawDelivery, stream_offset
 from reliable_mq.codec.methods import (
     STREAM_OFFSET,
     Cancel,
@@ -553,7 +553,7 @@ def _all(steps: tuple[Step, ...]) -> StepGenerator:
 
 
 def _offset_of(delivery: RawDelivery) -> int:
-    offset = Properties(delivery.properties).headers.get(STREAM_OFFSET)
-    if not isinstance(offset, int):
+    offset = stream_offset(delivery.properties)
+    if offset is None:
         raise ConsumeError("a message of a stage came without an offset: it is not a stream")
     return offset

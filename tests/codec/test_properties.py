@@ -22,12 +22,14 @@ from reliable_mq.codec import (
     encode_property,
     encode_table,
     encode_values,
+    integer_header,
     join_properties,
     plain_message_id,
     plain_properties,
     plain_properties_head,
     rewrite_properties,
     split_properties,
+    stream_offset,
 )
 from reliable_mq.codec.properties import PROPERTY_NAMES
 from reliable_mq.errors import ConfigurationError
@@ -402,6 +404,81 @@ def test_some_headers_are_read_though_others_cannot_be() -> None:
     assert Properties(join_properties({})).headers_beginning("our-") == {}
     with pytest.raises(CodecError):
         Properties(join_properties({"headers": b"\x00\x00\x00\x03\x05ab"})).headers_beginning("our-")
+
+
+COUNT = raw_entry(b"n", b"I\0\0\0\3")
+ENTRIES = (
+    COUNT,
+    *(raw_entry(b"n", rest) for rest in (b"b\xfe", b"l" + (2**40).to_bytes(8), b"S\0\0\0\1x", b"t\1", b"V")),
+    raw_entry(b"s", b"S" + len(COUNT).to_bytes(4) + COUNT),
+    raw_entry(b"t", b"F" + table(COUNT)),
+    raw_entry(b"a", b"A" + table(b"F" + table(COUNT, COUNT))),
+    *(FLOAT, UNSIGNED, *TWICE),
+)
+
+
+@given(
+    entries=st.lists(st.sampled_from(ENTRIES), max_size=6),
+    others=st.dictionaries(
+        st.sampled_from(["content_type", "content_encoding", "message_id"]),
+        st.sampled_from([b"\0", b"\x09" + raw_entry(b"n", b"I\0\0\0\7\0\0")]),
+    ),
+)
+def test_an_integer_header_is_the_one_that_is_decoded(entries: list[bytes], others: dict[str, bytes]) -> None:
+    """Other headers surround it, and values of any kind hold the same bytes."""
+    value = Properties(raw := join_properties({**others, "headers": table(*entries)})).headers.get("n")
+    assert integer_header("n")(raw) == (value if type(value) is int else None)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"\x20\0",
+        b"\x20\0\x01n",
+        join_properties({"message_id": b"\x02\x01n"}),
+        join_properties({"headers": table(b"\x01x?", COUNT)}),
+        join_properties({"headers": table(b"\x01xS\0\0\1\0", COUNT)}),
+        join_properties({"headers": table(COUNT[:2]), "message_id": b"\x02Ix"}),
+        join_properties({"headers": table(COUNT[:-1]), "message_id": b"\x02xx"}),
+        join_properties({"headers": table(), "message_id": bytes((len(COUNT),)) + COUNT}),
+    ],
+)
+def test_broken_properties_have_no_integer_header(raw: bytes) -> None:
+    """None of these bytes is a header of that name."""
+    assert integer_header("n")(raw) is None
+
+
+@given(st.binary(max_size=20), st.binary(max_size=20))
+def test_searching_anything_for_an_integer_raises_nothing(before: bytes, after: bytes) -> None:
+    for flags in (b"\x20\0", b"\xe0\0"):
+        assert isinstance(integer_header("n")(flags + before + b"\x01n" + after), int | None)
+
+
+OFFSET = b"\x0fx-stream-offsetl" + (7 * 10**12).to_bytes(8)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        table(OFFSET),
+        table(b"\x05otherI\0\0\0\1", OFFSET),
+        table(OFFSET, b"\x05otherI\0\0\0\1"),
+        table(b"\x05otherS" + len(OFFSET).to_bytes(4) + OFFSET[:-1] + b"\0", OFFSET),  # the name occurs in a value, too
+    ],
+)
+def test_the_offset_is_found_wherever_it_is(headers: bytes) -> None:
+    """Other headers may surround it, and a value may look like it."""
+    assert stream_offset(join_properties({"headers": headers})) == 7 * 10**12
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [None, table(), encode_table({"x-stream-offset": "7"}), table(b"\x0fx-stream-offset"), table(OFFSET[:-1])],
+)
+def test_a_delivery_without_one_comes_from_no_stream(headers: bytes | None) -> None:
+    """The header is missing, of another type, or damaged."""
+    assert stream_offset(join_properties({} if headers is None else {"headers": headers})) is None
 
 
 @pytest.mark.parametrize("headers", [{}, {"traceparent": "00-1-2-01"}, {"a": "1", "b": "2"}])

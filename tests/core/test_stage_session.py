@@ -566,6 +566,18 @@ def test_a_count_that_is_none_is_ignored(count: object) -> None:
     assert bench.session.prefetch == 2000
 
 
+@pytest.mark.parametrize("value", [b"\x10x-delivery-countI\0\0\0\5", {"x-delivery-count": 5}])
+@pytest.mark.parametrize(("counted", "expected"), [({"x-delivery-count": 1}, 500), ({}, 2000)])
+def test_a_count_within_a_value_is_none(value: object, counted: dict[str, object], expected: int) -> None:
+    """A value may hold the headers of another message."""
+    bench = Bench(max_outstanding=2000)
+    bench.begin()
+    bench.session.prefetch_granted = 2000
+    raw = properties(message_id="m", headers={"original": value, **counted})
+    bench.session.delivered([delivery(2, raw)], 0.0)
+    assert bench.session.prefetch == expected
+
+
 def test_names_are_encoded_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of encoded names is bounded."""
     monkeypatch.setattr(module, "_NAMES_KEPT", 2)

@@ -29,6 +29,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq._util.validation import seconds
+from reliable_mq.codec import integer_header
 from reliable_mq.core import headers
 from reliable_mq.errors import ConsumeError
 from reliable_mq.retry import MOST_ATTEMPTS, DeadLetter, RetryLater
@@ -45,16 +46,17 @@ __all__ = [
     "Failure",
     "Kinds",
     "NewerFormat",
+    "broker_counts",
     "describe",
     "failures_from_headers",
     "printable",
     "shown",
-    "whole",
 ]
 
 #: RabbitMQ's counts of the deliveries from one queue. They are not part of the message, and would mislead in another
 #: queue.
 BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
+_delivery_count, _acquired_count = map(integer_header, BROKER_COUNTS)
 MESSAGE_LIMIT: Final = 512  # characters
 _TYPE_LIMIT: Final = 128
 _SHOWN: Final = 5  # exceptions of a group that its description shows
@@ -215,16 +217,16 @@ def failures_from_headers(table: Mapping[str, object]) -> AttemptHistory | None:
     Raises:
         NewerFormat: If the headers are from a newer version of this package and cannot be understood.
     """
-    version = whole(table.get(headers.FORMAT))
+    version = _whole(table.get(headers.FORMAT))
     if version > headers.FORMAT_VERSION:
         raise NewerFormat(version)
-    attempt = whole(table.get(headers.ATTEMPT))
+    attempt = _whole(table.get(headers.ATTEMPT))
     if version < 1 or not 1 < attempt <= MOST_ATTEMPTS:
         return None
     retry = table.get(headers.RETRY)
     said = retry if isinstance(retry, Mapping) else {}
     failures = AttemptHistory(attempt - 1, _time(said.get("first-failure")))
-    failures.lost = min(max(whole(said.get("lost")), 0), failures.count)
+    failures.lost = min(max(_whole(said.get("lost")), 0), failures.count)
     failures.alone = said.get("alone") is True
     kind, text, at = said.get("exception-type"), said.get("exception-message"), _time(said.get("last-failure"))
     if isinstance(kind, str) and isinstance(text, str) and at is not None:
@@ -236,9 +238,14 @@ def _time(value: object) -> float | None:
     return value.timestamp() if isinstance(value, datetime) else None
 
 
-def whole(value: object) -> int:
+def _whole(value: object) -> int:
     """Return a count from a table of headers, 0 for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
+
+
+def broker_counts(properties: bytes) -> tuple[int, int]:
+    """Return RabbitMQ's counts of failed deliveries and all returns; 0 for a missing one."""
+    return max(_delivery_count(properties) or 0, 0), max(_acquired_count(properties) or 0, 0)
 
 
 class AttemptTracker:

@@ -35,8 +35,7 @@ from math import inf
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq._util.validation import SHORT_STRING_BYTES
-from reliable_mq.codec import CodecError, Properties
-from reliable_mq.core.consumer.attempts import BROKER_COUNTS, whole
+from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import DEFAULT, Queue
 
@@ -186,7 +185,7 @@ class Quarantine:
 
 def returns(delivery: Delivery) -> int:
     """Return how often the broker counts a delivery as returned, 0 without a count."""
-    return max(_counts(delivery))
+    return max(broker_counts(delivery.properties))
 
 
 def failures_by_broker(delivery: Delivery) -> int:
@@ -195,20 +194,10 @@ def failures_by_broker(delivery: Delivery) -> int:
     Lost consumers are included. A client can send this count until the broker sets it. It cannot forge the count of all
     returns, which the broker sets on every returned delivery and which is never lower, so the lower count is returned.
     """
-    return min(_counts(delivery))
+    return min(broker_counts(delivery.properties))
 
 
 def _crashes(delivery: Delivery) -> int:
     """Return how often the consumer was lost or rejected it, all returns up to 4.2."""
-    failed, acquired = _counts(delivery)
+    failed, acquired = broker_counts(delivery.properties)
     return min(failed, acquired) if acquired else failed
-
-
-def _counts(delivery: Delivery) -> tuple[int, int]:
-    """Return the counts of the broker, 0 for a missing one."""
-    view = Properties(delivery.properties)
-    try:
-        failed, acquired = (whole(view.headers_beginning(name).get(name)) for name in BROKER_COUNTS)
-    except CodecError:
-        return 0, 0
-    return failed, acquired

@@ -40,6 +40,7 @@ from typing import Final
 
 from reliable_mq.codec import RawDelivery, append_publish, encode_ack, publish_head
 from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.core.publisher.confirms import ConfirmTracker
 from reliable_mq.core.stage.envelope import UNKNOWN, Mark, identity, marker, names_of, parts_of, staged, unstaged
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
@@ -64,8 +65,6 @@ _MORE: Final = 8  # the maximum factor by which the prefetch grows as sizes beco
 _NAMES_KEPT: Final = 4096  # the maximum number of cached pairs of exchange and routing key
 _SLACK: Final = 1.1  # the multiple of the limit of bytes above which reading pauses
 _KEPT: Final = 2  # the acked messages that may come again, as a multiple of the maximum prefetch
-_COUNT: Final = b"\x10x-delivery-count"
-_ACQUIRED: Final = b"\x10x-acquired-count"
 
 
 class EpochState(enum.Enum):
@@ -274,8 +273,10 @@ class StageSession:
             key = hash((message_id, delivery.exchange, delivery.routing_key, delivery.body)) if message_id else None
             returns = 0
             if delivery.redelivered:
-                self._came_back(epoch, delivery)
-                returns = _header(_COUNT, delivery.properties) + _header(_ACQUIRED, delivery.properties)
+                failed, acquired = broker_counts(delivery.properties)
+                if failed:
+                    epoch.returned[delivery.delivery_tag] = failed
+                returns = failed + acquired
                 if key is not None and epoch.moved.has(key, returns):
                     self.failed()
                     break
@@ -438,11 +439,6 @@ class StageSession:
             names = self._names[exchange, routing_key] = names_of(self._options.queue, exchange, routing_key)
         return names
 
-    def _came_back(self, epoch: _Epoch, delivery: RawDelivery) -> None:
-        count = _header(_COUNT, delivery.properties)
-        if count:
-            epoch.returned[delivery.delivery_tag] = count
-
     def _acked(self, tags: Sequence[int], now: float) -> None:
         self._acks.finished(tags, now)
         returned = self._opened.returned
@@ -476,19 +472,6 @@ def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
     if not message_id:
         return mark, None
     return mark, identity(message_id, original.exchange, original.routing_key, original.body)
-
-
-def _header(name: bytes, properties: bytes) -> int:
-    """Return a header of the broker if it is an integer of a usual type, otherwise 0."""
-    at = properties.find(name)
-    if at < 0:
-        return 0
-    start = at + len(name) + 1
-    size = _SIZES.get(properties[start - 1 : start], 0)
-    return max(int.from_bytes(properties[start : start + size], signed=True), 0)
-
-
-_SIZES: Final = {b"b": 1, b"B": 1, b"s": 2, b"I": 4, b"l": 8, b"L": 8}
 
 
 def _without_id(queue: str, delivery: RawDelivery) -> ConsumeError:
