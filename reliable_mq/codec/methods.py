@@ -12,6 +12,7 @@ Invariants:
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from struct import Struct
@@ -48,6 +49,7 @@ __all__ = [
     "DeleteQueue",
     "MethodReply",
     "QueueState",
+    "ReplyCode",
     "SetPrefetch",
     "Step",
     "Tune",
@@ -65,6 +67,29 @@ __all__ = [
 ]
 
 Arguments = Mapping[str, object]
+
+
+class ReplyCode(enum.IntEnum):
+    """The reason of a ``basic.return``, a ``channel.close`` or a ``connection.close``."""
+
+    CONTENT_TOO_LARGE = 311
+    NO_ROUTE = 312
+    NO_CONSUMERS = 313
+    CONNECTION_FORCED = 320
+    INVALID_PATH = 402
+    ACCESS_REFUSED = 403
+    NOT_FOUND = 404
+    RESOURCE_LOCKED = 405
+    PRECONDITION_FAILED = 406
+    FRAME_ERROR = 501
+    SYNTAX_ERROR = 502
+    COMMAND_INVALID = 503
+    CHANNEL_ERROR = 504
+    UNEXPECTED_FRAME = 505
+    RESOURCE_ERROR = 506
+    NOT_ALLOWED = 530
+    NOT_IMPLEMENTED = 540
+    INTERNAL_ERROR = 541
 
 
 @dataclass(frozen=True, slots=True)

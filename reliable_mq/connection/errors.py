@@ -12,6 +12,7 @@ import socket
 import ssl
 from typing import TYPE_CHECKING
 
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Endpoint
 
 __all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem"]
-
-_CONNECTION_FORCED = 320  # the broker shuts down, and refuses no outstanding method
 
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
 
@@ -46,9 +45,11 @@ def broker_unavailable(
     """
     if closed_with is not None:
         code, text = closed_with
-        # 403: the credentials are wrong. 530: the virtual host does not exist, or the user may not access it. A limit
-        # on the number of connections is a 530 as well, but is temporary.
-        permanent = not opened and (code == 403 or (code == 530 and _LIMIT.search(text) is None))
+        # ACCESS_REFUSED: the credentials are wrong. NOT_ALLOWED: the virtual host does not exist, the user may not
+        # access it, or a limit on the number of connections is reached, which is temporary.
+        permanent = not opened and (
+            code == ReplyCode.ACCESS_REFUSED or (code == ReplyCode.NOT_ALLOWED and _LIMIT.search(text) is None)
+        )
         otherwise = f"{'refused' if permanent else 'closed'} by the broker: {code} {text}"
     error = BrokerUnavailable(f"{endpoint}: {otherwise}", permanent=permanent)
     if cause is not None:
@@ -82,7 +83,7 @@ def system_problem(cause: BaseException | None) -> str | None:
 
 def is_refusal(loss: ConnectionLoss) -> bool:
     """Return whether the broker closed the connection over an outstanding method."""
-    return loss.by_broker and loss.code != _CONNECTION_FORCED
+    return loss.by_broker and loss.code != ReplyCode.CONNECTION_FORCED  # with which the broker shuts down
 
 
 def as_ours(error: Exception, otherwise: str) -> ReliableMQError:

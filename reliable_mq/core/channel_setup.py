@@ -40,6 +40,7 @@ from reliable_mq.codec.methods import (
     DeclareQueue,
     DeleteQueue,
     MethodReply,
+    ReplyCode,
     SetPrefetch,
     Step,
 )
@@ -61,7 +62,6 @@ if TYPE_CHECKING:
     from reliable_mq.topology import Inequivalence
 
 __all__ = [
-    "ACCESS_REFUSED",
     "NO_STREAM",
     "Comparison",
     "Pipeline",
@@ -88,9 +88,6 @@ __all__ = [
 ]
 
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
-ACCESS_REFUSED = 403
-_NOT_FOUND = 404
-_PRECONDITION_FAILED = 406
 #: Arguments of a `Consume` that a stream refuses. The priority is the default of other queues.
 NO_STREAM: Final = {"x-priority": 0}
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
@@ -104,11 +101,19 @@ _AWAY = (
     _NO_REPLICA,
 )
 _DELAYED_RETRY = (4, 3)
-# 503 is command-invalid: an exchange type that does not exist.
-_DIFFERENT = frozenset({_PRECONDITION_FAILED, 503})
-# access-refused, not-found, precondition-failed, command-invalid, not-allowed (a reserved name), not-implemented. Other
-# conditions pass: resource-locked (the exclusive queue of a connection that is dying), internal-error, ...
-_PERMANENT = frozenset({ACCESS_REFUSED, _NOT_FOUND, *_DIFFERENT, 530, 540})
+# COMMAND_INVALID: an exchange type that does not exist.
+_DIFFERENT = frozenset({ReplyCode.PRECONDITION_FAILED, ReplyCode.COMMAND_INVALID})
+# NOT_ALLOWED: a reserved name. Other conditions pass: RESOURCE_LOCKED (the exclusive queue of a connection that is
+# dying), INTERNAL_ERROR, ...
+_PERMANENT = frozenset(
+    {
+        ReplyCode.ACCESS_REFUSED,
+        ReplyCode.NOT_FOUND,
+        *_DIFFERENT,
+        ReplyCode.NOT_ALLOWED,
+        ReplyCode.NOT_IMPLEMENTED,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +294,7 @@ def compare(
                     break
             else:
                 return Comparison(assumed, tuple(found.values()))
-        different = refused.code == _PRECONDITION_FAILED and not refused.connection
+        different = refused.code == ReplyCode.PRECONDITION_FAILED and not refused.connection
         inequivalence = inequivalence_from_reply(kind, name, refused.text) if different else None
         if inequivalence is None or inequivalence.argument in found or len(found) == _MOST_DIFFERENCES:
             break
@@ -334,7 +339,7 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
     code, text = refused.code, refused.text
     kind, name = _subject(step)
     away = is_away(refused)
-    if code == _NOT_FOUND and kind and not away:
+    if code == ReplyCode.NOT_FOUND and kind and not away:
         if isinstance(step, CheckQueue):
             to_do = "a name alone declares nothing: create the queue first; in Python, a Queue declares it"
         else:
@@ -353,7 +358,7 @@ def is_away(refused: StepRefused) -> bool:
 
 def is_a_stream(refused: StepRefused) -> bool:
     """Return whether a `Consume` with `NO_STREAM` was refused by a stream."""
-    return refused.code == _PRECONDITION_FAILED and "'x-priority'" in refused.text
+    return refused.code == ReplyCode.PRECONDITION_FAILED and "'x-priority'" in refused.text
 
 
 def in_exclusive_use(text: str) -> bool:
@@ -368,7 +373,7 @@ def reconnect_reason(code: int, text: str) -> str:
     disconnect then, and refuses whatever needs a permission. Or the node has no replica of a stream, and another node
     may have one.
     """
-    if code == ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
+    if code == ReplyCode.ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
         return f"the broker cannot check a permission: {code} {text}"
     if text.startswith(_NO_REPLICA):
         return f"the stream has no replica on this node: {code} {text}"
@@ -377,13 +382,13 @@ def reconnect_reason(code: int, text: str) -> str:
 
 def lacks_permission(code: int | None, text: str) -> bool:
     """Return whether a permission is missing, so that another attempt is refused, too."""
-    return code == ACCESS_REFUSED and not in_exclusive_use(text) and not reconnect_reason(code, text)
+    return code == ReplyCode.ACCESS_REFUSED and not in_exclusive_use(text) and not reconnect_reason(code, text)
 
 
 def is_missing(error: ReliableMQError) -> bool:
     """Return whether a set-up ended because a queue or an exchange does not exist."""
     cause = error.__cause__
-    return isinstance(cause, StepRefused) and cause.code == _NOT_FOUND and not is_away(cause)
+    return isinstance(cause, StepRefused) and cause.code == ReplyCode.NOT_FOUND and not is_away(cause)
 
 
 def parse_version(version: str) -> tuple[int, ...]:

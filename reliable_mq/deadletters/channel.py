@@ -28,7 +28,16 @@ from functools import partial
 from itertools import count, pairwise
 
 from reliable_mq.codec import RawDelivery, encode_ack, encode_get, encode_nack
-from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, DeclareQueue, QueueState, SetPrefetch, Step
+from reliable_mq.codec.methods import (
+    Cancel,
+    CheckQueue,
+    Consume,
+    DeclareQueue,
+    QueueState,
+    ReplyCode,
+    SetPrefetch,
+    Step,
+)
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, refusal
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
@@ -52,8 +61,10 @@ _SEEN = 2.0  # seconds within which a queue sees the acks
 _POLL_EVERY = 0.002  # seconds between two counts while the queue takes requeued messages
 _QUIET = 5.0  # seconds without an expected delivery, after which a basic.get shows whether any message is left
 _REPORTED = 1.0  # seconds within which the I/O thread reports a loss that ended a step
-_REFUSALS = frozenset({403, 404, 405, 540})  # may not read; no such queue; exclusive or single-active; a stream
-_MISMATCH = 406
+# RESOURCE_LOCKED: the queue is exclusive, or has a single active consumer. NOT_IMPLEMENTED: it is a stream.
+_REFUSALS = frozenset(
+    {ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_FOUND, ReplyCode.RESOURCE_LOCKED, ReplyCode.NOT_IMPLEMENTED}
+)
 # RabbitMQ refuses a declaration that contradicts the queue, and names the first contradiction: durable, then
 # auto_delete, then arguments. No queue has this argument by chance, so nothing is ever declared. If the queue has just
 # been deleted, the queue that is made in its place expires at once.
@@ -130,7 +141,7 @@ class GetChannel(AdminChannel):
             try:
                 self.perform(step)
             except StepRefused as refused:
-                answer = refused.text if refused.code == _MISMATCH else ""
+                answer = refused.text if refused.code == ReplyCode.PRECONDITION_FAILED else ""
                 if answer.startswith(_CONTRADICTS.format("auto_delete")):
                     self._by_consumers = True
                     self._detect_classic(durable=durable)

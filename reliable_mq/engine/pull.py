@@ -21,6 +21,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from reliable_mq.codec import CodecError, encode_get
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.channel_setup import is_missing
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.delivery import Delivery
@@ -48,8 +49,7 @@ __all__ = ["ANSWER", "LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "P
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
 ANSWER = 5.0  # seconds to wait for the broker's answers to the last requests
 LONGEST_WAIT = 1e8  # seconds, which every timer accepts
-_NOT_FOUND = 404
-_REFUSALS = frozenset({403, 540})  # no permission to read; a stream, which has no basic.get
+_REFUSALS = frozenset({ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_IMPLEMENTED})  # a stream has no basic.get
 
 
 class PulledDelivery(Delivery):
@@ -327,7 +327,7 @@ class BasePullSubscription(BaseSubscription):
         self._unanswered = 0
         self._empty = False
         with self._guard:
-            self._missing = loss.by_broker and loss.code == _NOT_FOUND
+            self._missing = loss.by_broker and loss.code == ReplyCode.NOT_FOUND
         super().lost(generation, loss)
         if loss.by_broker and loss.code in _REFUSALS:
             self.error = ConsumeError(

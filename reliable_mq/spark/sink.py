@@ -42,6 +42,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
 from reliable_mq.message import Message
@@ -160,7 +161,7 @@ _BYTES_KEPT: Final = 128 * 2**20  # maximum size of these bodies: twice the wind
 _FAILURES_NAMED: Final = 5
 _FAILURES_KEPT: Final = 100
 _LETTERS: Final = 1000  # maximum dead letters kept; each holds the body of its row
-_NO_EXCHANGE: Final = (403, 404)  # reply codes: access refused, not found
+_NO_EXCHANGE: Final = (ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_FOUND)
 _BATCH_ID: Final = "streaming.sql.batchId"  # local properties that Spark sets for each micro-batch
 _QUERY_ID: Final = "sql.streaming.queryId"
 

@@ -32,6 +32,7 @@ from reliable_mq.codec.methods import (
     CheckQueue,
     Consume,
     QueueState,
+    ReplyCode,
     SetPrefetch,
 )
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
@@ -56,8 +57,6 @@ __all__ = [
 ]
 
 logger = get_logger(__name__)
-
-_PRECONDITION_FAILED: Final = 406
 
 
 class StreamChannel(AdminChannel):
@@ -110,7 +109,7 @@ class StreamChannel(AdminChannel):
         try:
             self.perform(Consume(stream, tag, arguments={**(arguments or {}), STREAM_OFFSET: offset}))
         except StepRefused as refused:
-            if refused.code == _PRECONDITION_FAILED and STREAM_OFFSET in refused.text:
+            if refused.code == ReplyCode.PRECONDITION_FAILED and STREAM_OFFSET in refused.text:
                 raise ConfigurationError(
                     f"{stream!r} is not a stream: read it with the option queue ({refused.text})"
                 ) from refused
@@ -220,7 +219,6 @@ def from_host(settings: ConnectionSettings, number: int) -> ConnectionSettings:
 _PREFETCH: Final = 2000  # for the search for the end; a chunk has at most some thousand messages, or many small ones
 _LOOKS: Final = 100  # maximum rounds of the search if messages arrive as fast as they are read
 _SLOWEST: Final = 30.0  # seconds for the first message of a non-empty stream
-_NOT_FOUND: Final = 404
 _LOOK_AGAIN: Final = 30.0  # seconds
 _LOOK_ANYWAY: Final = 10.0  # seconds
 _MOST: Final = 1000
@@ -387,7 +385,7 @@ def exists(channel: StreamChannel, queue: str) -> bool:
     try:
         channel.perform(CheckQueue(queue))
     except StepRefused as refused:
-        if refused.code == _NOT_FOUND and not is_away(refused):
+        if refused.code == ReplyCode.NOT_FOUND and not is_away(refused):
             return False
         raise refusal(CheckQueue(queue), refused) from refused
     return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import pika
 
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.testing.management import ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
 
@@ -60,7 +61,6 @@ end
 """
 _HEARTBEAT: Final = 15  # seconds; a broker that is silent for about 40 s ends the connection
 _LEADER_ANSWERS: Final = 0.25  # seconds, after which RabbitMQ reports no messages and no consumers of a quorum queue
-_NOT_FOUND: Final = 404
 _COUNTED: Final = re.compile(r'\{<<"([^"]*)">>,(\d+)\}')
 
 
@@ -254,7 +254,7 @@ class VirtualHost:
                 try:
                     answer = channel.queue_declare(queue, passive=True).method
                 except pika.exceptions.ChannelClosedByBroker as closed:
-                    if closed.reply_code != _NOT_FOUND:
+                    if closed.reply_code != ReplyCode.NOT_FOUND:
                         raise
                     channel, state = connection.channel(), "which does not exist"
                     return False

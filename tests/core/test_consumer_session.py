@@ -9,11 +9,11 @@ import pytest
 
 from reliable_mq import ConfigurationError, ConsumeError, PublishNacked, PublishRefused, ReliableMQError, RetryLater
 from reliable_mq.codec import Properties, encode_ack, encode_nack, encode_reject
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
-from reliable_mq.core.publisher.window import CONTENT_TOO_LARGE
 from tests.core.deliveries import BROKEN_TABLE, delivery, failure
 from tests.core.sessions import (
     CHANNEL,
@@ -177,7 +177,7 @@ def test_properties_too_large_for_a_dead_letter_are_cut() -> None:
     [item] = deliver(session, [delivery(headers={"h": "x" * 1000}, message_id="m1")])
     fail(session, item)
     republish = only_republish(session)
-    refused = PublishRefused("too large", reply_code=CONTENT_TOO_LARGE, reply_text="refused before sending")
+    refused = PublishRefused("too large", reply_code=ReplyCode.CONTENT_TOO_LARGE, reply_text="refused before sending")
     for kept in (2, 4, 8):
         session.published(republish, refused, 0.0)
         assert session.deadline is not None

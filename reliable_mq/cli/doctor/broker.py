@@ -17,6 +17,7 @@ from typing import Any, Final, NamedTuple
 
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import Snapshot
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.reconnect import is_permanent
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError
@@ -157,10 +158,10 @@ def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: ReliableMQ
     match = _BY_BROKER.search(str(error))
     code, text = (int(match["code"]), match["text"]) if match else (0, str(error))
     host = str(endpoint)
-    if code == 403:
+    if code == ReplyCode.ACCESS_REFUSED:
         fix = "Check the user and the password. By default, guest can log in only from the broker's own machine."
         return Finding(Status.PROBLEM, host, "credentials", f"{_user(settings)} cannot log in: {text}", fix)
-    if code == 530 and is_permanent(error):  # else a limit on the number of connections is reached
+    if code == ReplyCode.NOT_ALLOWED and is_permanent(error):  # else a limit on the number of connections is reached
         virtual_host = settings.virtual_host
         fix = f"rabbitmqctl set_permissions -p {virtual_host!r} USER CONFIGURE WRITE READ"
         if "not found" in text:

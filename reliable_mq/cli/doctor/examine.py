@@ -17,8 +17,8 @@ from reliable_mq.cli.doctor.broker import (
 from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.cli.doctor.queues import examine_queues
-from reliable_mq.codec.methods import Consume, DeclareQueue, Step
-from reliable_mq.core.channel_setup import ACCESS_REFUSED, StepRefused
+from reliable_mq.codec.methods import Consume, DeclareQueue, ReplyCode, Step
+from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable, PublishError, PublishRefused, PublishReturned
 from reliable_mq.message import Message
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
@@ -30,7 +30,7 @@ from reliable_mq.topology.arguments import check_name
 __all__ = ["examine", "examine_permissions"]
 
 _NO_API: Final = "Enable the plugin rabbitmq_management, give the user the tag 'monitoring', or use --management-url."
-_EXPECTED: Final = frozenset({404, 406})
+_EXPECTED: Final = frozenset({ReplyCode.NOT_FOUND, ReplyCode.PRECONDITION_FAILED})
 # A broker that does not know queue types makes the queue; it is to be gone at once.
 _NO_TYPE: Final = {"x-queue-type": "no-such-type", "x-expires": 1}
 _NO_PRIORITY: Final = {"x-priority": "none"}
@@ -144,7 +144,8 @@ def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     for name, count in counts.items():
         subject = f"queue {name!r}"
         if isinstance(count, StepRefused):
-            fix = "Declare it, or check the spelling. Names are case-sensitive." if count.code == 404 else ""
+            unknown = count.code == ReplyCode.NOT_FOUND
+            fix = "Declare it, or check the spelling. Names are case-sensitive." if unknown else ""
             yield Finding(Status.PROBLEM, subject, "exists", f"{count.code} {count.text}", fix)
         else:
             doubt = _UNSURE if count.in_doubt else ""
@@ -175,7 +176,7 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
                 ("read", Consume(name, "doctor", arguments=_NO_PRIORITY), "consumed", _GRANT_READ),
             ):
                 reply = _refusal(channel, step)
-                if reply is not None and reply.code == ACCESS_REFUSED:
+                if reply is not None and reply.code == ReplyCode.ACCESS_REFUSED:
                     findings.append(_finding(Status.WARNING, check, f"{subject}: may not be {done}", fix + hint))
                 elif reply is not None and reply.code in _EXPECTED:
                     findings.append(_finding(Status.OK, check, f"{subject}: may be {done}"))
@@ -230,7 +231,7 @@ def _publish(publisher: Publisher, nowhere: str) -> Finding:
     except PublishReturned:
         return _finding(Status.OK, "write", "the default exchange: may be published to")
     except (PublishError, BrokerUnavailable) as error:
-        if isinstance(error, PublishRefused) and error.reply_code == ACCESS_REFUSED:
+        if isinstance(error, PublishRefused) and error.reply_code == ReplyCode.ACCESS_REFUSED:
             text = "the default exchange (amq.default): may not be published to, so queues cannot be addressed by name"
             return _finding(Status.WARNING, "write", text, _GRANT_WRITE)
         return _unknown("write", str(error))

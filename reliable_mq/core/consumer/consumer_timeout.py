@@ -17,6 +17,8 @@ import re
 from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from reliable_mq.codec.methods import ReplyCode
+
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.acks import AckBatcher
     from reliable_mq.core.consumer.delivery import Delivery
@@ -29,7 +31,6 @@ WARN_AT: Final = 0.75
 _SLACK_SHARE: Final = 0.02  # the part of the timeout for which a delivery may have been on its way
 _SLACK: Final = 1.0  # the minimum of that, in seconds
 _SPARE: Final = 64  # settled deliveries that may always be kept
-_PRECONDITION_FAILED: Final = 406
 _TIMED_OUT: Final = re.compile(r"timed out", re.IGNORECASE)
 _VALUE: Final = re.compile(r"value used: (\d+) ms", re.IGNORECASE)
 
@@ -43,7 +44,7 @@ class ConsumerTimeout(NamedTuple):
 
 def consumer_timeout_of(loss: ConnectionLoss) -> ConsumerTimeout | None:
     """Return the timeout that closed a channel, None for any other loss."""
-    if loss.code != _PRECONDITION_FAILED or not _TIMED_OUT.search(loss.text):
+    if loss.code != ReplyCode.PRECONDITION_FAILED or not _TIMED_OUT.search(loss.text):
         return None
     value = _VALUE.search(loss.text)
     return ConsumerTimeout(None if value is None else int(value[1]) / 1000)

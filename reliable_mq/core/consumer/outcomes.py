@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from reliable_mq.core.channel_setup import ACCESS_REFUSED
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.consumer.admission import used_up
 from reliable_mq.core.consumer.attempts import AttemptHistory, describe
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
@@ -19,7 +19,6 @@ from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReaso
 from reliable_mq.core.consumer.kill_switch import Transition
 from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
-from reliable_mq.core.publisher.window import CONTENT_TOO_LARGE
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.errors import (
     ConfigurationError,
@@ -351,7 +350,7 @@ class OutcomeHandler:
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
                 self._settlement.reject(delivery, republish.reason)
                 return
-            if isinstance(error, PublishRefused) and error.reply_code == CONTENT_TOO_LARGE:
+            if isinstance(error, PublishRefused) and error.reply_code == ReplyCode.CONTENT_TOO_LARGE:
                 self._settlement.republish.cut(republish)
         elif refused and republish.purpose is RepublishReason.QUARANTINE and not _is_forbidden(error):
             # It may kill its consumer, and must not run. A missing permission is not the fault of the message.
@@ -423,7 +422,7 @@ class OutcomeHandler:
 
 
 def _is_forbidden(error: ReliableMQError) -> bool:
-    return isinstance(error, PublishRefused) and error.reply_code == ACCESS_REFUSED
+    return isinstance(error, PublishRefused) and error.reply_code == ReplyCode.ACCESS_REFUSED
 
 
 def _due(republish: RepublishRequest, now: float) -> float:

@@ -59,6 +59,7 @@ from math import isqrt
 from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from reliable_mq.codec import Properties
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.publisher.publication import Publication
 
 if TYPE_CHECKING:
@@ -66,12 +67,20 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import BrokerReply
 
-__all__ = ["BLAMES_A_PUBLISH", "INTERNAL_ERROR", "ChannelErrorBisector", "named_by", "processed"]
+__all__ = ["BLAMES_A_PUBLISH", "ChannelErrorBisector", "named_by", "processed"]
 
-# Connection-level reply codes that a publish can provoke (frame, syntax, command and internal errors). The others
-# (320 connection-forced, 530 not-allowed on a deleted virtual host, ...) result from the broker's state.
-INTERNAL_ERROR = 541
-BLAMES_A_PUBLISH = frozenset({501, 502, 503, 504, 505, INTERNAL_ERROR})
+# Connection-level reply codes that a publish can provoke. The others result from the broker's state: CONNECTION_FORCED,
+# NOT_ALLOWED on a deleted virtual host, ...
+BLAMES_A_PUBLISH = frozenset(
+    {
+        ReplyCode.FRAME_ERROR,
+        ReplyCode.SYNTAX_ERROR,
+        ReplyCode.COMMAND_INVALID,
+        ReplyCode.CHANNEL_ERROR,
+        ReplyCode.UNEXPECTED_FRAME,
+        ReplyCode.INTERNAL_ERROR,
+    }
+)
 
 T = TypeVar("T")
 
@@ -214,14 +223,14 @@ def _phrases(code: int, publication: Publication) -> Iterator[str]:
     """Yield the beginnings of the broker's possible error texts for a publish."""
     exchange = publication.exchange
     match code:
-        case 404:
+        case ReplyCode.NOT_FOUND:
             yield f"NOT_FOUND - no exchange '{exchange}' in vhost '"
-        case 403:
+        case ReplyCode.ACCESS_REFUSED:
             yield f"ACCESS_REFUSED - write access to exchange '{exchange or 'amq.default'}' in vhost '"
             key = publication.routing_key
             yield f"ACCESS_REFUSED - write access to topic '{key}' in exchange '{exchange}' in vhost '"
             yield f"ACCESS_REFUSED - cannot publish to internal exchange '{exchange}' in vhost '"
-        case 406:
+        case ReplyCode.PRECONDITION_FAILED:
             yield f"PRECONDITION_FAILED - message size {publication.size} is larger than "
             encoded = publication.message.encoded_properties
             if encoded is not None:

@@ -37,10 +37,10 @@ from collections import deque
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.codec import append_publish, encode_properties, plain_properties, publish_head
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.consumer.attempts import describe
 from reliable_mq.core.publisher.bisect import (
     BLAMES_A_PUBLISH,
-    INTERNAL_ERROR,
     ChannelErrorBisector,
     named_by,
     processed,
@@ -247,7 +247,7 @@ class PublisherSession(Generic[P]):
         unwritten = list(self._probe)
         self._probe.clear()
         named = named_by(reply, [*lost, *unwritten]) if reply is not None and blames else []
-        crashed = reply is not None and reply.code == INTERNAL_ERROR
+        crashed = reply is not None and reply.code == ReplyCode.INTERNAL_ERROR
         doubted = processed(lost, named) if blames and not crashed else len(lost)
         unsettled: list[P] = []
         state = _SUSPECT if blames or (self._bisector.active and not self._bisector.overdue) else _READY

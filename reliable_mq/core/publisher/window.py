@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from reliable_mq._util.validation import is_whole_number, whole_number
 from reliable_mq.codec import encode_properties, header_frame_size, publish_head
+from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.publisher.publication import Publication, PublicationState
 from reliable_mq.errors import ConfigurationError, PublishRefused
 from reliable_mq.message import Message
@@ -27,9 +28,8 @@ from reliable_mq.message import Message
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["CONTENT_TOO_LARGE", "MessageIdQueue", "MessageLimits", "PublishWindow", "is_too_large", "no_message"]
+__all__ = ["MessageIdQueue", "MessageLimits", "PublishWindow", "is_too_large", "no_message"]
 
-CONTENT_TOO_LARGE: Final = 311  # the AMQP reply code for a message that is too large
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
 _DUPLICATE_HEADER_BYTES: Final = 64  # the maximum size of the header that marks a possible duplicate
 
@@ -38,7 +38,7 @@ P = TypeVar("P", bound=Publication)
 
 def is_too_large(code: int | None, text: str) -> bool:
     """Return whether this package or the broker refused a message for its size."""
-    return code == CONTENT_TOO_LARGE or "is larger than" in text
+    return code == ReplyCode.CONTENT_TOO_LARGE or "is larger than" in text
 
 
 def no_message(value: object) -> ConfigurationError:
@@ -107,7 +107,7 @@ class MessageLimits:
                 f"message {message.message_id} was not sent: its body has {size} bytes, and max_message_bytes is "
                 f"{self._max_message_bytes}; split it, or raise the limit here and in the broker (max_message_size)",
                 message_id=message.message_id,
-                reply_code=CONTENT_TOO_LARGE,
+                reply_code=ReplyCode.CONTENT_TOO_LARGE.value,
                 reply_text="refused before sending",
             )
         header = header_frame_size(message.encoded_properties or b"")
@@ -116,7 +116,7 @@ class MessageLimits:
                 f"message {message.message_id} was not sent: its properties and headers take {header} bytes, "
                 f"and one frame of this connection holds {frame_max}; move data into the body",
                 message_id=message.message_id,
-                reply_code=CONTENT_TOO_LARGE,
+                reply_code=ReplyCode.CONTENT_TOO_LARGE.value,
                 reply_text="refused before sending",
             )
 
