@@ -1,4 +1,4 @@
-"""Calls that are written as generators of requests, and so are written once for both APIs.
+"""Calls written as generators of requests, once for both APIs.
 
 A generator yields each request, for example a query to a database, and is resumed with the reply. It ends with the
 result of the call::

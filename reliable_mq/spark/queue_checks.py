@@ -39,7 +39,7 @@ from reliable_mq.spark.metrics import locked
 from reliable_mq.spark.options import QueueOptions
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
-from reliable_mq.topology.arguments import ARGUMENTS
+from reliable_mq.topology.arguments import ARGUMENTS, CONSUMER_TIMEOUT, DLX, SINGLE_ACTIVE_CONSUMER
 
 __all__ = [
     "CheckResult",
@@ -108,7 +108,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> li
                 raise ConfigurationError(f"{result.dropped} (failOnDataLoss=false reads it all the same)")
             for warning in (*filter(None, [result.dropped]), *result.warnings):
                 logger.warning("%s", warning)
-            single = queue.arguments.get("x-single-active-consumer") is True
+            single = queue.arguments.get(SINGLE_ACTIVE_CONSUMER) is True
             profiles.append(QueueProfile(name, delivery_limit(queue, version), single_active_consumer=single))
     return profiles
 
@@ -140,7 +140,7 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
         warnings.append(
             f"queue {name!r} is not durable: it does not survive a restart of the broker; declare a durable one"
         )
-    timeout = values.get("x-consumer-timeout")
+    timeout = values.get(CONSUMER_TIMEOUT)
     if isinstance(timeout, int) and timeout < _SHORT_TIMEOUT:
         warnings.append(
             f"queue {name!r} has x-consumer-timeout={timeout} ms: a batch that takes longer comes again, forever; "
@@ -156,7 +156,7 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
         f"queue {name!r} has a delivery limit of {limit}{own}: every time the application or its connection dies, all "
         "messages that were read and not committed count as delivered once more"
     )
-    if "x-dead-letter-exchange" in values:
+    if DLX in values:
         warnings.append(f"{counts}; after {limit + 1} deliveries they are dead-lettered. Set x-delivery-limit=-1")
         return CheckResult(warnings=tuple(warnings))
     return CheckResult(

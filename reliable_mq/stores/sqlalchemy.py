@@ -46,7 +46,7 @@ from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, UsageError
 from reliable_mq.stores.base import DAY, AsyncStore, Queries, SyncStore, held_by
-from reliable_mq.stores.sql import Dialect, MySQL, PostgreSQL, Query, SQLite, SQLStoreBase, Steps, checked_table
+from reliable_mq.stores.sql import MySQL, PostgreSQL, Query, SQLite, SQLStoreBase, Steps, checked_table
 from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
@@ -66,12 +66,7 @@ __all__ = ["AsyncSQLAlchemyStore", "SQLAlchemyStore"]
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-_DIALECTS: Final[dict[str, type[Dialect]]] = {
-    "mariadb": MySQL,
-    "mysql": MySQL,
-    "postgresql": PostgreSQL,
-    "sqlite": SQLite,
-}
+_DIALECTS: Final = {"mariadb": MySQL, "mysql": MySQL, "postgresql": PostgreSQL, "sqlite": SQLite}
 _ATTEMPTS: Final = 10  # at a transaction that conflicts with others
 # Errors if another transaction creates the table or the index at the same time, despite IF NOT EXISTS. PostgreSQL
 # refuses all transactions but one. MariaDB and MySQL report that the table exists or is being changed.

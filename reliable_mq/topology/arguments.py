@@ -23,7 +23,12 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "ARGUMENTS",
+    "CONSUMER_TIMEOUT",
+    "DEAD_LETTER_STRATEGY",
+    "DLX",
+    "DLX_KEY",
     "REPLICATED",
+    "SINGLE_ACTIVE_CONSUMER",
     "Argument",
     "ArgumentProblem",
     "Arguments",
@@ -36,6 +41,13 @@ __all__ = [
 ]
 
 QueueType = Literal["quorum", "classic", "stream"]
+
+# The names that other modules use, too. A DLX is a dead-letter exchange.
+DLX: Final = "x-dead-letter-exchange"
+DLX_KEY: Final = "x-dead-letter-routing-key"
+DEAD_LETTER_STRATEGY: Final = "x-dead-letter-strategy"
+SINGLE_ACTIVE_CONSUMER: Final = "x-single-active-consumer"
+CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 
 _QUORUM: Final = frozenset({"quorum"})
 _CLASSIC: Final = frozenset({"classic"})
@@ -147,16 +159,16 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
         ),
         Argument("x-message-ttl", kinds=_NO_STREAM, least=0, field="message_ttl", encode=_milliseconds),
         Argument("x-expires", kinds=_NO_STREAM, least=1, with_policies=True),
-        Argument("x-dead-letter-exchange", kinds=_NO_STREAM, with_policies=True),
-        Argument("x-dead-letter-routing-key", kinds=_NO_STREAM),
+        Argument(DLX, kinds=_NO_STREAM, with_policies=True),
+        Argument(DLX_KEY, kinds=_NO_STREAM),
         Argument(
-            "x-dead-letter-strategy",
+            DEAD_LETTER_STRATEGY,
             kinds=_QUORUM,
             since=(3, 10),
             values=("at-most-once", "at-least-once"),
             with_policies=True,
         ),
-        Argument("x-single-active-consumer", kinds=_NO_STREAM, field="single_active_consumer"),
+        Argument(SINGLE_ACTIVE_CONSUMER, kinds=_NO_STREAM, field="single_active_consumer"),
         # Up to 3.13, a quorum queue has no delivery limit by default. -1 means no limit, and is known from 4.0 on.
         Argument("x-delivery-limit", kinds=_QUORUM, least=-1, default=20, default_since=(4,), with_policies=True),
         Argument(
@@ -169,7 +181,7 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
         ),
         Argument("x-delayed-retry-min", since=(4, 3), least=0, field="delayed_retry", encode=partial(_one_delay, 0)),
         Argument("x-delayed-retry-max", since=(4, 3), least=0, field="delayed_retry", encode=partial(_one_delay, 1)),
-        Argument("x-consumer-timeout", since=(4, 3)),
+        Argument(CONSUMER_TIMEOUT, since=(4, 3)),
         Argument("x-consumer-disconnected-timeout", since=(4, 3)),
         Argument("x-max-priority", kinds=_CLASSIC, field="max_priority", field_range=(1, 255)),
         Argument("x-queue-version", kinds=_CLASSIC),
@@ -275,19 +287,19 @@ def _check_value(argument: Argument, value: object, queue_type: str) -> Iterator
 
 
 def _at_least_once(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
-    if given.get("x-dead-letter-strategy") != "at-least-once" or given["x-queue-type"] != "quorum":
+    if given.get(DEAD_LETTER_STRATEGY) != "at-least-once" or given["x-queue-type"] != "quorum":
         return
-    if "x-dead-letter-exchange" not in given:
+    if DLX not in given:
         text = "at-least-once requires a dead-letter exchange"
-        yield ArgumentProblem("x-dead-letter-strategy", text, "set x-dead-letter-exchange, here or in a policy")
+        yield ArgumentProblem(DEAD_LETTER_STRATEGY, text, "set x-dead-letter-exchange, here or in a policy")
     if given.get("x-overflow") != "reject-publish":
         text = "at-least-once is not in effect without x-overflow=reject-publish; RabbitMQ reports this only in its log"
-        yield ArgumentProblem("x-dead-letter-strategy", text, "set x-overflow=reject-publish", certain=True)
+        yield ArgumentProblem(DEAD_LETTER_STRATEGY, text, "set x-overflow=reject-publish", certain=True)
 
 
 def _delivery_limit(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
     limit = given.get("x-delivery-limit")
-    if isinstance(limit, int) and limit >= 0 and "x-dead-letter-exchange" not in given:
+    if isinstance(limit, int) and limit >= 0 and DLX not in given:
         text = (
             f"drops a message after {limit + 1} deliveries, including those that a lost connection ended, "
             "because there is no dead-letter exchange"
@@ -296,14 +308,12 @@ def _delivery_limit(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
 
 
 def _routing_key(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:
-    if given.get("x-dead-letter-exchange") == "" and "x-dead-letter-routing-key" not in given:
+    if given.get(DLX) == "" and DLX_KEY not in given:
         text = (
             "is the default exchange and there is no x-dead-letter-routing-key: dead letters go to the queue named "
             "like their own routing key, often this queue itself, which drops them in such a cycle"
         )
-        yield ArgumentProblem(
-            "x-dead-letter-exchange", text, "set x-dead-letter-routing-key to the name of a dead-letter queue"
-        )
+        yield ArgumentProblem(DLX, text, "set x-dead-letter-routing-key to the name of a dead-letter queue")
 
 
 def _length(given: Mapping[str, object]) -> Iterator[ArgumentProblem]:

@@ -12,6 +12,9 @@ from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, check_fla
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology.arguments import (
     ARGUMENTS,
+    DEAD_LETTER_STRATEGY,
+    DLX,
+    DLX_KEY,
     Arguments,
     QueueType,
     TopologyWarning,
@@ -40,9 +43,6 @@ leave one behind at every run; and if the `arguments` of the user route dead let
 """
 
 DEAD_SUFFIX: Final = ".dead"
-_DLX: Final = "x-dead-letter-exchange"
-_DLX_KEY: Final = "x-dead-letter-routing-key"
-_STRATEGY: Final = "x-dead-letter-strategy"
 
 _NEWEST: Final = (99,)
 _OF_FIELDS: Final = tuple(argument for argument in ARGUMENTS.values() if argument.field)
@@ -151,10 +151,10 @@ class Queue:
             defaults["x-delivery-limit"] = -1
         name = self.dead_letter_name
         if name is not None:
-            defaults |= {_DLX: "", _DLX_KEY: name}
-        at_least_once = self.type == "quorum" and (name is not None or self.arguments.get(_DLX) is not None)
+            defaults |= {DLX: "", DLX_KEY: name}
+        at_least_once = self.type == "quorum" and (name is not None or self.arguments.get(DLX) is not None)
         if at_least_once:
-            defaults[_STRATEGY] = "at-least-once"
+            defaults[DEAD_LETTER_STRATEGY] = "at-least-once"
         limited = self.type != "stream" and (self.max_length, self.max_length_bytes) != (None, None)
         if at_least_once or limited:
             # Dead-lettering at least once needs this. By default, a full queue would also drop confirmed messages.
@@ -171,7 +171,7 @@ class Queue:
         return given
 
     def _has_its_own(self) -> bool:
-        routed = _DLX in self.arguments or _DLX_KEY in self.arguments
+        routed = DLX in self.arguments or DLX_KEY in self.arguments
         passing = self.type == "stream" or self.exclusive or self.auto_delete
         return self.dead_letter is DEFAULT and not passing and not routed
 
@@ -231,18 +231,18 @@ class Queue:
                 raise self._error(field_name, f"is refused by RabbitMQ on a {self.type} queue")
         if self.arguments.get("x-queue-type", self.type) != self.type:
             raise self._error("argument x-queue-type", f"contradicts type={self.type!r}: give type alone")
-        for argument in (_DLX, _DLX_KEY):
+        for argument in (DLX, DLX_KEY):
             if argument in self.arguments and self.dead_letter is not DEFAULT:
                 raise self._error(f"argument {argument}", "is given beside dead_letter: leave one of them out")
         declared = self.arguments_for(_NEWEST)
-        if _DLX_KEY in declared and _DLX not in declared:
-            raise self._error(f"argument {_DLX_KEY}", f"needs {_DLX} beside it")
-        if declared.get(_STRATEGY) == "at-least-once" and declared.get("x-overflow") != "reject-publish":
+        if DLX_KEY in declared and DLX not in declared:
+            raise self._error(f"argument {DLX_KEY}", f"needs {DLX} beside it")
+        if declared.get(DEAD_LETTER_STRATEGY) == "at-least-once" and declared.get("x-overflow") != "reject-publish":
             # In this case, RabbitMQ dead-letters at most once, and only its log reports that.
             raise self._error(
                 "argument x-overflow",
                 f"must be reject-publish, or dead-lettering is not at least once; if that is meant, also give "
-                f"{_STRATEGY}=at-most-once",
+                f"{DEAD_LETTER_STRATEGY}=at-most-once",
             )
 
     def _lint(self) -> None:

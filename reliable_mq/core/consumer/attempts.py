@@ -244,7 +244,7 @@ def _whole(value: object) -> int:
 
 
 def broker_counts(properties: bytes) -> tuple[int, int]:
-    """Return RabbitMQ's counts of failed deliveries and all returns; 0 for a missing one."""
+    """Return RabbitMQ's counts of failures and of all returns, 0 for a missing one."""
     return max(_delivery_count(properties) or 0, 0), max(_acquired_count(properties) or 0, 0)
 
 

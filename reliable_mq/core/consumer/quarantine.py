@@ -38,6 +38,7 @@ from reliable_mq._util.validation import SHORT_STRING_BYTES
 from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.topology import DEFAULT, Queue
+from reliable_mq.topology.arguments import DLX, DLX_KEY
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -53,8 +54,6 @@ SUSPECT_FROM_ANY: Final = 10
 AFTER: Final = 1.0  # seconds between the subscriptions to the queue and to its quarantine
 FIRST_WAIT, LONGEST_WAIT = 60.0, 3600.0  # seconds from a refused subscription to the next one
 QUARANTINE_SUFFIX: Final = ".quarantine"
-_DLX: Final = "x-dead-letter-exchange"
-_DLX_KEY: Final = "x-dead-letter-routing-key"
 
 
 class QuarantineState(enum.Enum):
@@ -115,8 +114,8 @@ class Quarantine:
             raise ConfigurationError(
                 f"the name of queue {queue.name!r} leaves no room for {QUARANTINE_SUFFIX!r}: shorten it"
             )
-        exchange, key = (queue.arguments.get(name) for name in (_DLX, _DLX_KEY))
-        routed = {} if exchange is None else {_DLX: exchange, _DLX_KEY: queue.name if key is None else key}
+        exchange, key = (queue.arguments.get(name) for name in (DLX, DLX_KEY))
+        routed = {} if exchange is None else {DLX: exchange, DLX_KEY: queue.name if key is None else key}
         return Queue(
             queue.name + QUARANTINE_SUFFIX,
             dead_letter=DEFAULT if routed else queue.dead_letter_name,
