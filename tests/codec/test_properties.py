@@ -430,6 +430,13 @@ def test_an_integer_header_is_the_one_that_is_decoded(entries: list[bytes], othe
     assert integer_header("n")(raw) == (value if type(value) is int else None)
 
 
+@pytest.mark.parametrize("before", [(), ("content_type",), ("content_encoding",), ("content_type", "content_encoding")])
+def test_an_integer_header_is_found_behind_other_properties(before: tuple[str, ...]) -> None:
+    others = dict.fromkeys(before, bytes((len(COUNT),)) + COUNT)
+    raw = join_properties({**others, "headers": table(*ENTRIES[-7:], raw_entry(b"n", b"b\xfe"))})
+    assert integer_header("n")(raw) == -2
+
+
 @pytest.mark.parametrize(
     "raw",
     [
