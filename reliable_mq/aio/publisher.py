@@ -170,7 +170,7 @@ class AsyncPublisher(
     async def close(self, timeout: Duration = CLOSE_TIMEOUT) -> None:
         """Wait until everything is settled, for up to ``timeout`` seconds, and disconnect.
 
-        Publishes that are not settled by then are given up. Does nothing if it is already closed, or in a forked child.
+        Messages that are not settled by then are given up. Does nothing if it is already closed, or in a forked child.
         If another task is closing it, waits for that. A call after a cancelled one continues the closing.
 
         Raises:

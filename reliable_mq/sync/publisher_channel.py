@@ -245,13 +245,10 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         with self.lock:
             return self._wait_settled_before(time.monotonic(), timeout)
 
-    def close(self, timeout: float) -> int:
+    def close(self, timeout: float) -> None:
         """Settle everything within ``timeout`` seconds, give up the rest, and disconnect.
 
         May be called again, and by several threads. Each call waits for the end.
-
-        Returns:
-            The number of publishes given up.
         """
         deadline = time.monotonic() + timeout
         with self.lock:
@@ -259,12 +256,12 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             self._changed.notify_all()
             self._waiters.wake()
             settled = self._wait_settled_before(float("inf"), timeout)
-        given_up = 0 if settled else self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        if not settled:
+            self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._io.stop(CLOSE_GRACE)
         self._callbacks.stop()
         self._wait_ended(self._io.join, CLOSE_GRACE + _ABORT_GRACE)
         self._wait_ended(self._callbacks.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
-        return given_up
 
     def nudge(self) -> None:
         """Make the I/O thread check the inbox."""
@@ -353,10 +350,9 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
 
     # For closing
 
-    def _give_up(self, timeout: float) -> int:
-        """Settle all publishes as given up, from another thread, and return their number."""
+    def _give_up(self, timeout: float) -> None:
+        """Settle all publishes as given up, from another thread."""
         done = threading.Event()
-        before = self.session.statistics.unknown
 
         def give_up() -> None:
             self._end()
@@ -367,7 +363,6 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         self._io.call_soon(give_up)
         with self.lock:
             self._wait_until(done.is_set, timeout)
-        return self.session.statistics.unknown - before
 
     # Under the lock
 
