@@ -8,22 +8,21 @@ runs while the publisher is working.
 
 from __future__ import annotations
 
-import asyncio
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from reliable_mq.aio.loop import resolve
 from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Generator
 
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["AsyncConfirmation", "resolve"]
-
-T = TypeVar("T")
+__all__ = ["AsyncConfirmation"]
 
 
 class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
@@ -36,9 +35,6 @@ class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
 
     async def wait_for_window(self, confirmation: Any) -> None:
         """Accept the message once the window has room."""
-
-    def check_usable(self) -> None:
-        """Raise UsageError on another loop or in a forked child. No outcome arrives there."""
 
 
 class AsyncConfirmation(BaseConfirmation):
@@ -111,9 +107,3 @@ class AsyncConfirmation(BaseConfirmation):
         self._mark_observed()
         if not self._add_callback(call):
             call()
-
-
-def resolve(future: asyncio.Future[T], result: T) -> None:
-    """Set the result of a future that is neither resolved nor cancelled."""
-    if not future.done():
-        future.set_result(result)

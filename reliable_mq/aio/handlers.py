@@ -29,6 +29,7 @@ from weakref import WeakSet
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_on_thread
 from reliable_mq.aio.group_watch import GroupWatch
+from reliable_mq.aio.loop import resolve
 from reliable_mq.aio.store_calls import BlockingStore, StoreAdapter, awaits
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery, message_names
@@ -166,7 +167,7 @@ class TaskPool:
         """
         self._closed = True
         for idle in self._idle:
-            _wake(idle)
+            resolve(idle, None)
         await self._wait_ended(patience)
         self.cancel()
         await self._wait_ended(_CANCEL_GRACE)
@@ -214,7 +215,7 @@ class TaskPool:
         """Start or wake as many tasks as there is work for."""
         missing = 0 if self._stopped_starting else len(self.items)
         while missing and self._idle:
-            _wake(self._idle.popleft())
+            resolve(self._idle.popleft(), None)
             missing -= 1
         while missing and len(self._tasks) < self._count and not self._closed:
             self._start(self._run())
@@ -466,11 +467,6 @@ def _has_changed(context: Context) -> bool:
 
 def _of(result: Result, deliveries: list[Delivery]) -> bool:
     return isinstance(result, Skipped) and result.reason is SkipReason.NOT_BEGUN and result.delivery in deliveries
-
-
-def _wake(idle: asyncio.Future[None]) -> None:
-    if not idle.done():
-        idle.set_result(None)
 
 
 _interrupted_loops: WeakSet[asyncio.AbstractEventLoop] = WeakSet()  # loops whose `_raise` is pending

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_on_thread
-from reliable_mq.aio.confirmation import AsyncConfirmation, resolve
-from reliable_mq.aio.publisher_channel import AsyncWindowWaiters
+from reliable_mq.aio.confirmation import AsyncConfirmation
+from reliable_mq.aio.loop import AsyncWindowWaiters, OnLoop, resolve, time_limit
 from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.engine.confirmation import end_trace
@@ -102,13 +102,10 @@ class _LeaseInTransit:
             claims.close()
 
 
-class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
+class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[AsyncStoredConfirmation]):
     """The channel of an `AsyncPublisher` to its outbox. For one event loop.
 
     The base class documents the arguments.
-
-    Attributes:
-        loop: The event loop.
     """
 
     def __init__(
@@ -131,7 +128,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         opens = self._opens
         self._starting += 1
         try:
-            async with asyncio.timeout(limit if limit < float("inf") else None):
+            async with time_limit(limit):
                 await asyncio.shield(opens)
         except TimeoutError as error:
             raise not_open(self.outbox, limit) from error
@@ -184,17 +181,6 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         self._questions.close()
         _ = self._questions.future(self._close_outbox_later)
 
-    # For confirmations
-
-    def check_usable(self) -> None:
-        """Raise UsageError on another event loop, or in a forked child."""
-        self._check_not_forked()
-        if asyncio.get_running_loop() is not self.loop:
-            raise UsageError("this publisher belongs to another event loop; make one for each")
-
-    def _check_usable(self) -> None:
-        self.check_usable()
-
     # On the writer's thread
 
     def _stored(self, confirmations: list[AsyncStoredConfirmation], error: OutboxError | None) -> None:
@@ -229,9 +215,6 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
             raise
         self._relay_publisher.start()
 
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        self.loop.call_soon(call)
-
     def _notify_window(self) -> None:
         self._waiters.admit()
 
@@ -244,7 +227,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         if self._questions.hanging >= QUESTIONS:
             raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
         try:
-            async with asyncio.timeout(limit if limit < float("inf") else None):
+            async with time_limit(limit):
                 return await self._questions.future(question)
         except TimeoutError as error:
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
@@ -261,7 +244,7 @@ class AsyncOutboxChannel(BaseOutboxChannel[AsyncStoredConfirmation]):
         # Queued behind the answers themselves, which take the same path.
         self._writer.call(partial(self._tell, answered))
         try:
-            async with asyncio.timeout(limit if limit < float("inf") else None):
+            async with time_limit(limit):
                 await answered
         except TimeoutError:
             return self._writer.ended

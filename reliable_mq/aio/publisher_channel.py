@@ -11,103 +11,37 @@ Invariants:
 - Tasks that wait for the window are admitted in the order of their arrival, by the channel itself
   (`AsyncWindowWaiters`). A task that is cancelled before that has not been admitted.
 - Every wait of a task ends: with its condition, at its deadline, or at the end of the channel.
-
-Invariants of `AsyncWindowWaiters`:
-
-- Places are assigned in the order of the requests, by the call that frees them, and are taken at that moment. Neither a
-  cancellation nor a newcomer intervenes.
-- A task that is late or cancelled has taken nothing, leaves nothing behind, and delays no task after it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from reliable_mq.aio.confirmation import AsyncConfirmation, resolve
+from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.connection import AsyncConnection
+from reliable_mq.aio.loop import AsyncWindowWaiters, OnLoop, resolve, time_limit
 from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
-from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.core.publisher.window import PublishWindow
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["AsyncPublisherChannel", "AsyncWindowWaiters"]
-
-
-class AsyncWindowWaiters:
-    """Tasks of one event loop that wait for a window. Truthy while there are any.
-
-    Args:
-        loop: The event loop.
-        window: The window.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, window: PublishWindow) -> None:
-        self._loop = loop
-        self._window = window
-        # Ordered, and cheap to remove from anywhere. A dict that is emptied from its front is slow to iterate.
-        self._waiting: OrderedDict[asyncio.Future[bool | None], tuple[int, Callable[[], object]]] = OrderedDict()
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    async def wait(self, size: int, timeout: float, take: Callable[[], object]) -> bool | None:
-        """Wait for a place; return whether it was taken, or None if the task is refused.
-
-        Args:
-            size: The size of the message, in bytes.
-            timeout: The time to wait, in seconds. Without time left, a place that is free in the same turn of the loop
-                is still taken.
-            take: A callable that takes the place. It is called once there is a place, before any other task runs.
-        """
-        given: asyncio.Future[bool | None] = self._loop.create_future()
-        late = self._loop.call_later(max(timeout, 0.0), resolve, given, False)
-        self._waiting[given] = size, take
-        try:
-            return await given
-        finally:
-            late.cancel()
-            if self._waiting.pop(given, None) is not None:
-                self.admit()
-
-    def admit(self) -> None:
-        """Admit waiting tasks that fit."""
-        waiting = self._waiting
-        while waiting:
-            given, (size, take) = next(iter(waiting.items()))
-            if not given.done():  # otherwise it is late or cancelled, and about to leave
-                if not self._window.fits(size):
-                    return
-                take()
-                given.set_result(True)
-            del waiting[given]
-
-    def refuse(self) -> None:
-        """Refuse all waiting tasks."""
-        while self._waiting:
-            resolve(self._waiting.popitem(last=False)[0], None)
+__all__ = ["AsyncPublisherChannel"]
 
 
 _ADVANCE_AT = 64  # publishes in the inbox that do not wait for the next turn of the loop
 
 
-class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
-    """The channel of one publisher of the asyncio API. Created on its loop.
-
-    Attributes:
-        loop: The event loop.
-    """
+class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[AsyncConfirmation]):
+    """The channel of one publisher of the asyncio API. Created on its loop."""
 
     write_bytes = 128 * 1024
     _connection_type = AsyncConnection
@@ -123,16 +57,6 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     # For callers
 
-    def check_usable(self) -> None:
-        """Raise UsageError on another event loop, or in a forked child."""
-        self._check_not_forked()
-        if asyncio.get_running_loop() is not self.loop:
-            raise UsageError("this publisher belongs to another event loop; make one for each")
-
-    def check_closable(self) -> None:
-        """Raise UsageError on another event loop, which cannot wait for the end."""
-        self.check_usable()
-
     async def wait_connected(
         self, limit: float, attempts: int = 1, *, at_most: float = float("inf")
     ) -> ReliableMQError | None:
@@ -143,7 +67,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         left = limit
         while left > 0:
             try:
-                async with asyncio.timeout(left if left < float("inf") else None):
+                async with time_limit(left):
                     while not (self.connected or self._attempts_failed >= enough or self.fatal or self._closed):
                         change = self.loop.create_future()
                         self._changed.append(change)
@@ -195,7 +119,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
             raise
 
     async def _wait_for_window(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None) -> None:
-        seconds = self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
+        seconds = self.timeout_of(confirmation)
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         record((confirmation,), PublicationEvent.WINDOW_FULL)
         admit = partial(self._admit_waiting, confirmation, taken)
@@ -283,9 +207,6 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         if self._flushing:
             self._notify_flushing()
 
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        self.loop.call_soon(call)
-
     def _end(self) -> None:
         self._waiters.refuse()
         super()._end()
@@ -304,7 +225,7 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
         entry = moment, settled
         self._flushing.append(entry)
         try:
-            async with asyncio.timeout(limit if limit < float("inf") else None):
+            async with time_limit(limit):
                 await settled
         except TimeoutError:
             return False
@@ -314,5 +235,5 @@ class AsyncPublisherChannel(BasePublisherChannel[AsyncConfirmation]):
 
     def _notify_flushing(self) -> None:
         for moment, settled in self._flushing:
-            if not settled.done() and self._settled_before(moment):
-                settled.set_result(None)
+            if self._settled_before(moment):
+                resolve(settled, None)

@@ -17,6 +17,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from reliable_mq.aio.connection import AsyncConnection
+from reliable_mq.aio.loop import resolve
 from reliable_mq.engine.pull import ANSWER, LONGEST_WAIT, BasePullSubscription, PulledDelivery
 from reliable_mq.engine.republisher import BaseRepublisher
 from reliable_mq.engine.steps import awaiting
@@ -117,8 +118,8 @@ class _Changes:
         self._waiter: asyncio.Future[None] | None = None
 
     def notify_all(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self._waiter is not None:
+            resolve(self._waiter, None)
 
     async def wait(self, timeout: float) -> None:
         """Wait for a change, for up to ``timeout`` seconds."""

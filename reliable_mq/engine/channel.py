@@ -8,10 +8,11 @@ belong to the parent.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,16 +34,20 @@ class BaseChannel(Generic[P]):
     Args:
         guard: A lock for the state that callers read and for the callbacks of all confirmations. Callers may be on
             other threads.
+        delivery_timeout: Seconds from acceptance to the deadline of a message without a timeout of its own.
 
     Attributes:
         fatal: The error that ended the channel, or None. A channel to an outbox never ends permanently.
         forked: Whether this is a copy in a forked child.
     """
 
-    def __init__(self, guard: AbstractContextManager[object]) -> None:
+    _made_before_fork: ClassVar[str]  # the text of the error in a forked child
+
+    def __init__(self, guard: AbstractContextManager[object], delivery_timeout: float) -> None:
         self.fatal: ReliableMQError | None = None
         self.forked = False
         self._guard = guard
+        self._delivery_timeout = delivery_timeout
         self._closed = False
         self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
         self._unobserved = 0  # unseen failures, including those that _failures has dropped
@@ -68,20 +73,29 @@ class BaseChannel(Generic[P]):
         self._failures.append(confirmation)
         self._unobserved += 1
 
+    def check_usable(self) -> None:
+        """Raise UsageError in a forked child, where no message would ever be settled."""
+        if self.forked:
+            raise UsageError(self._made_before_fork)
+
     def check_closable(self) -> None:
-        """Raise UsageError if closing would make the caller wait for itself."""
+        """Raise UsageError if the caller cannot wait for the end of the channel."""
+        self.check_usable()
+
+    def timeout_of(self, confirmation: P) -> float:
+        """Return the seconds from acceptance to the deadline."""
+        return self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
 
     def forget(self) -> None:
         """Disable this copy in a forked child."""
         self.forked = True
 
     def _call_outside(self, call: Callable[[], object]) -> None:
-        """Schedule a call of code from outside this package. Does not block."""
-        raise NotImplementedError
+        """Schedule a call of code from outside this package, which may wait for others.
 
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """Schedule a call like `_call_outside`, for calls that can be batched."""
-        self._call_outside(call)
+        Does not block.
+        """
+        raise NotImplementedError
 
 
 # In a forked child these are copies. Their threads, loops and sockets belong to the parent.

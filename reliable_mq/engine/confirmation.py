@@ -46,6 +46,9 @@ class BaseConfirmationOwner(Protocol):
     def failure_observed(self) -> None:
         """Note that a user has seen a failure. The caller holds the lock."""
 
+    def check_usable(self) -> None:
+        """Raise UsageError where no outcome would ever arrive, as in a forked child."""
+
 
 class BaseConfirmation(ObservedPublication):
     """A publication whose outcome its user can see. Each API adds the waiting."""

@@ -98,6 +98,8 @@ class BaseOutboxChannel(BaseChannel[C]):
         relay: The relay.
     """
 
+    _made_before_fork = "this publisher was made before fork(): its threads are the parent's; make one in the child"
+
     def __init__(
         self,
         outbox: Outbox,
@@ -107,12 +109,11 @@ class BaseOutboxChannel(BaseChannel[C]):
         measured: bool,
         guard: AbstractContextManager[object],
     ) -> None:
-        super().__init__(guard)
+        super().__init__(guard, options.delivery_timeout)
         self.begun = False
         self.outbox = outbox
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
         self._unstored: dict[C, None] = {}  # messages without the writer's answer, in order
-        self._store_timeout = options.delivery_timeout
         self._outbox_closed = False  # or about to be closed
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # whether a caller of ``close`` has logged the messages left
@@ -157,10 +158,6 @@ class BaseOutboxChannel(BaseChannel[C]):
         The outbox is closed when its threads have ended.
         """
         raise NotImplementedError
-
-    def _check_usable(self) -> None:
-        """Raise UsageError if waiting would never end."""
-        self._check_not_forked()
 
     def _ask(self, question: Callable[[], Any], deadline: float) -> Any:
         """Call the outbox, and wait for its answer until the deadline. A step.
@@ -227,10 +224,6 @@ class BaseOutboxChannel(BaseChannel[C]):
             for confirmation in self._unstored:
                 self.give_up(confirmation)
 
-    def timeout_of(self, confirmation: C) -> float:
-        """Return the seconds that a message may take to be stored."""
-        return self._store_timeout if confirmation.timeout is None else confirmation.timeout
-
     @property
     def outstanding(self) -> int:
         """The number of messages submitted and not stored."""
@@ -248,7 +241,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             TimeoutError: If the outbox does not answer.
             UsageError: If the channel is closed, or is closed in the meantime and messages are left.
         """
-        self._check_usable()
+        self.check_usable()
         self._check_relayed()
         deadline = time.monotonic() + timeout
         if self._window.count:
@@ -271,7 +264,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         Relaying continues only while it is ``worth_waiting``. May be interrupted and called again, and by several
         callers.
         """
-        self._check_usable()
+        self.check_usable()
         deadline = time.monotonic() + timeout
         self._refuse_waiting()
         left = 0
@@ -305,7 +298,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             if not left or now >= deadline or not worth_waiting():
                 return left
             yield self._sleep(min(deadline - now, poller.pause_after(left, now, now - began)))
-            self._check_not_forked()
+            self.check_usable()
             if self.relay.ended:  # another caller has closed it
                 return left
 
@@ -350,12 +343,6 @@ class BaseOutboxChannel(BaseChannel[C]):
         except Exception:
             logger.exception("failed to close %r", self.outbox)
 
-    def _check_not_forked(self) -> None:
-        if self.forked:
-            raise UsageError(
-                "this publisher was made before fork(): its threads are the parent's; make one in the child"
-            )
-
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this publisher is closed; nothing was stored")
@@ -397,7 +384,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             confirmation.callbacks = [partial(self._end_trace, trace, confirmation)]
 
     def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
-        self._call_outside_later(partial(trace.settled, confirmation, time.time_ns()))
+        self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
 
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)

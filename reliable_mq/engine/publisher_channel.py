@@ -96,9 +96,12 @@ class BasePublisherChannel(BaseChannel[P]):
     write_bytes: int  # bytes encoded and written in one piece
     _connection_type: ClassVar[type[BaseConnection]]
     _takes_none: bool  # whether a publish submitted now gets a `_refusal`
+    _made_before_fork = (
+        "this publisher was made before fork(): its connection belongs to the parent; make one in the child"
+    )
 
     def __init__(self, options: PublisherOptions, lock: AbstractContextManager[object]) -> None:
-        super().__init__(lock)
+        super().__init__(lock, options.delivery_timeout)
         self.window = options.window
         self.session: PublisherSession[P] = options.new_session(random.Random())
         self.reconnects = 0
@@ -107,7 +110,6 @@ class BasePublisherChannel(BaseChannel[P]):
         self._setup = options.setup
         self._fits_frame = options.limits.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
-        self._delivery_timeout = options.delivery_timeout
         self._raise_when_blocked = options.raise_when_blocked
         self._raise_when_disconnected = options.raise_when_disconnected
         self._oldest: float | None = None  # when the oldest unsettled publish was submitted
@@ -207,7 +209,7 @@ class BasePublisherChannel(BaseChannel[P]):
         if confirmation.outcome is Outcome.CONFIRMED:
             seconds = time.monotonic() - confirmation.accepted_at
             self.session.statistics.confirm_seconds.exemplify(seconds, trace.ids, time.time())
-        self._call_outside_later(partial(trace.settled, confirmation, time.time_ns(), self._io.peer))
+        self._call_outside(partial(trace.settled, confirmation, time.time_ns(), self._io.peer))
 
     @property
     def outstanding(self) -> int:
@@ -304,12 +306,6 @@ class BasePublisherChannel(BaseChannel[P]):
             blocked_at=self._blocked_since,
             outbox=outbox,
         )
-
-    def _check_not_forked(self) -> None:
-        if self.forked:
-            raise UsageError(
-                "this publisher was made before fork(): its connection belongs to the parent; make one in the child"
-            )
 
     def _why_not_connected(self, waited: float) -> ReliableMQError | None:
         if self.connected:

@@ -159,12 +159,11 @@ class BaseSubscription(NullListener):
         self._delivery_check = DeliveryCheck(options.new_delivery_watch(), options.queue_name, self.session, self._io)
 
     def _call_outside(self, call: Callable[[], object]) -> None:
-        """Schedule a call of code from outside this package. Does not block."""
-        raise NotImplementedError
+        """Schedule a call of code from outside this package, which may wait for others.
 
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        """Schedule a call like `_call_outside`, for calls that can be batched."""
-        self._call_outside(call)
+        Does not block.
+        """
+        raise NotImplementedError
 
     def wait_connected(self, timeout: float) -> Any:
         """Wait for the first attempt on every host; return the error, or None. A step.
@@ -443,7 +442,7 @@ class BaseSubscription(NullListener):
 
     def _record_settled(self, actions: Actions) -> None:
         if actions.settled and self.tracer is not None:
-            self._call_outside_later(partial(self.tracer.settled, actions.settled, time.time_ns(), self._io.peer))
+            self._call_outside(partial(self.tracer.settled, actions.settled, time.time_ns(), self._io.peer))
 
     def _change_subscription(self, change: SubscriptionChange) -> None:
         if isinstance(change, Resubscribe):

@@ -14,10 +14,12 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.engine.channel import BaseChannel
 from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 
@@ -29,6 +31,8 @@ __all__ = ["PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
 
 PATIENCE = 0.2
 """Seconds after which a caller that waits has the I/O thread look for publishes that it was not told of."""
+
+P = TypeVar("P", bound=Publication)
 
 _LATE = 5.0  # seconds after a deadline in which an I/O thread that is not blocked settles the publish
 
@@ -64,9 +68,6 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
     def call_back(self, call: Callable[[], object]) -> None:
         """Run ``call`` on the thread for user callbacks."""
 
-    def check_waitable(self) -> None:
-        """Raise UsageError if waiting would never end."""
-
     def check_may_wait(self) -> None:
         """Raise UsageError on the thread that settles publishes."""
 
@@ -77,9 +78,14 @@ class ConfirmationOwner(BaseConfirmationOwner, Protocol):
         """Make the I/O thread look for publishes whose wake-up may have been interrupted."""
 
 
-class CallbackOwner:
-    """The part of a `ConfirmationOwner` that runs callbacks on a separate thread."""
+class CallbackOwner(BaseChannel[P]):
+    """The part of a publisher's channel that runs callbacks on a separate thread.
 
+    Attributes:
+        lock: The lock that guards the state that callers read, and the callbacks of all confirmations.
+    """
+
+    lock: threading.RLock
     _callbacks: CallbackThread
 
     def expect_callbacks(self) -> None:
@@ -94,6 +100,17 @@ class CallbackOwner:
         """Raise UsageError if closing would make the caller wait for itself."""
         if self._callbacks.is_current:
             raise UsageError("close() from a callback of the same publisher would wait for itself: close it elsewhere")
+
+    def forget(self) -> None:
+        """Disable this copy in a forked child.
+
+        The connection, the threads and the holder of the lock belong to the parent.
+        """
+        super().forget()
+        self.lock = self._guard = threading.RLock()
+
+    def _call_outside(self, call: Callable[[], object]) -> None:
+        self._callbacks.put_later(call)
 
 
 class Confirmation(BaseConfirmation):
@@ -148,7 +165,7 @@ class Confirmation(BaseConfirmation):
         self._check_callback(callback)
         call = partial(self._call, callback)
         if self.outcome is None:
-            self.owner.check_waitable()
+            self.owner.check_usable()
             self.owner.expect_callbacks()
         self._mark_observed()
         if not self._add_callback(partial(self.owner.call_back, call)):
@@ -168,7 +185,7 @@ class Confirmation(BaseConfirmation):
         Return an error if the I/O thread has not settled it after its deadline.
         """
         owner = self.owner
-        owner.check_waitable()
+        owner.check_usable()
         owner.check_may_wait()
         lock = owner.lock
         settled = Condition(lock)

@@ -87,7 +87,7 @@ class _Opening:
         self.error: BaseException | None = None
 
 
-class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
+class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredConfirmation]):
     """The channel of a `Publisher` to its outbox. Thread-safe.
 
     The base class documents the arguments.
@@ -117,7 +117,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
         """Wait for the opening. Several threads may wait."""
         deadline = time.monotonic() + timeout
         with self.lock:
-            self.check_waitable()
+            self.check_usable()
             self._check_open()
             if self.begun:
                 return
@@ -136,7 +136,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
                     if remaining <= 0:
                         raise not_open(self.outbox, timeout)
                     self._changed.wait(min(remaining, _CHECK_EVERY))
-                    self.check_waitable()
+                    self.check_usable()
                     self._check_open()
             finally:
                 opening.waiting -= 1
@@ -151,7 +151,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             UsageError: If the channel is closed, or in a forked child.
         """
         try:
-            self.check_waitable()
+            self.check_usable()
             with self.lock:
                 self._check_open()
                 if self._waiters.waiting or not self._window.fits(confirmation.size):
@@ -203,20 +203,11 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
 
     # For confirmations
 
-    def check_waitable(self) -> None:
-        """Raise UsageError in a forked child, where no message would ever be settled."""
-        self._check_not_forked()
-
     def check_may_wait(self) -> None:
         """Do nothing, because each wait ends at the message's own deadline."""
 
     def nudge(self) -> None:
         """Do nothing, because the writer knows of every message."""
-
-    def forget(self) -> None:
-        """Disable this copy in a forked child."""
-        super().forget()
-        self._guard = self.lock = threading.RLock()
 
     # On the writer's thread
 
@@ -237,12 +228,6 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             self._closed = True
             self._changed.notify_all()
             self._waiters.wake()
-
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        self._callbacks.put(call)
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        self._callbacks.put_later(call)
 
     def _notify_window(self) -> None:
         self._admit_waiters()
@@ -271,7 +256,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             lambda: self._closed or self.forked,
             passes=False,
         ):
-            self.check_waitable()
+            self.check_usable()
             self._check_open()
             self._refuse_late(confirmation)
 
@@ -285,7 +270,7 @@ class OutboxChannel(CallbackOwner, BaseOutboxChannel[StoredConfirmation]):
             raise TimeoutError(f"{self.outbox!r} does not answer: {error}") from error
 
     def _wait_stored(self, timeout: float) -> bool:
-        self.check_waitable()
+        self.check_usable()
         deadline = time.monotonic() + timeout
         answered = threading.Event()
 

@@ -155,7 +155,7 @@ class _Waiter:
 _ABORT_GRACE = 1.0  # seconds for an abort after the closing handshake
 
 
-class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
+class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirmation]):
     """The channel of one publisher of the sync API. Thread-safe.
 
     The I/O thread calls the base's methods for the loop.
@@ -196,7 +196,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")
     ) -> ReliableMQError | None:
         """Wait for the attempts. Several threads may wait."""
-        self._check_not_forked()
+        self.check_usable()
         deadline = time.monotonic() + at_most
         with self.lock:
             enough = self._attempts_failed + attempts
@@ -218,7 +218,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             UsageError: If the channel is closed.
         """
         if self.forked:
-            self._check_not_forked()
+            self.check_usable()
         try:
             with self.lock:
                 if self._takes_none:
@@ -241,7 +241,7 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
 
     def flush(self, timeout: float) -> bool:
         """Wait until all earlier publishes are settled, and return whether they are."""
-        self._check_not_forked()
+        self.check_usable()
         with self.lock:
             return self._wait_settled_before(time.monotonic(), timeout)
 
@@ -267,10 +267,6 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """Make the I/O thread check the inbox."""
         self._io.call_soon(self._advance)
 
-    def check_waitable(self) -> None:
-        """Raise UsageError in a forked child, where no publish would ever be settled."""
-        self._check_not_forked()
-
     def check_may_wait(self) -> None:
         """Raise UsageError on the I/O thread, which would wait for itself."""
         if threading.get_ident() == self._io.ident:
@@ -283,18 +279,6 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
         """Raise UsageError if closing would make the caller wait for itself."""
         super().check_closable()
         self.check_may_wait()
-
-    def timeout_of(self, confirmation: Confirmation) -> float:
-        """Return the seconds from acceptance to the deadline."""
-        return self._delivery_timeout if confirmation.timeout is None else confirmation.timeout
-
-    def forget(self) -> None:
-        """Disable this copy in a forked child.
-
-        The connection, the thread and the holder of the lock belong to the parent.
-        """
-        super().forget()
-        self.lock = self._guard = threading.RLock()
 
     @property
     def outstanding(self) -> int:
@@ -328,12 +312,6 @@ class PublisherChannel(CallbackOwner, BasePublisherChannel[Confirmation]):
             self._admit_waiters()
         if self._flushing and self._settled_before(min(self._flushing)):
             self._changed.notify_all()
-
-    def _call_outside(self, call: Callable[[], object]) -> None:
-        self._callbacks.put(call)
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
-        self._callbacks.put_later(call)
 
     def _check_waiters(self) -> None:
         with self.lock:

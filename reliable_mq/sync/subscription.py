@@ -95,9 +95,6 @@ class Subscription(BaseSubscription):
         return self._outside.join(CLOSE_GRACE) and closed
 
     def _call_outside(self, call: Callable[[], object]) -> None:
-        self._outside.put(call)
-
-    def _call_outside_later(self, call: Callable[[], object]) -> None:
         try:
             self._outside.put_later(call)
         except RuntimeError as error:  # no thread can be started now; the next call may start one
