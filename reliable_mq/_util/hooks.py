@@ -32,9 +32,18 @@ logger = get_logger(__name__)
 
 
 class OfOneProcess:
-    """An object with threads or connections, which cannot be pickled or copied."""
+    """An object with threads or connections, which cannot be pickled or copied.
 
-    __slots__ = ()
+    A forked child has a copy all the same, which must leave them to the parent.
+    """
+
+    def __init__(self) -> None:
+        self._made_in = os.getpid()
+
+    @property
+    def _is_forked(self) -> bool:
+        """Whether this is a copy in a forked child."""
+        return os.getpid() != self._made_in
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(

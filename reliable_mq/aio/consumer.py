@@ -12,7 +12,6 @@ first ``run()`` are restored after the last, and in a forked child, unless the p
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import threading
 import warnings
@@ -219,7 +218,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
 
     def __del__(self) -> None:
         subscription = self._subscription
-        if subscription is not None and not subscription.ended.is_set() and os.getpid() == self._made_in:
+        if subscription is not None and not subscription.ended.is_set() and not self._is_forked:
             text = f"{self!r} was not closed: its deliveries are requeued when its event loop ends"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 

@@ -8,7 +8,6 @@ the sync API, the delivery guarantees are implemented in :mod:`reliable_mq.core.
 from __future__ import annotations
 
 import asyncio
-import os
 import warnings
 from contextlib import suppress
 from functools import partial
@@ -205,7 +204,7 @@ class AsyncPublisher(
             self._left_unconfirmed(error, exc_type)
 
     def __del__(self) -> None:
-        if self._started_channel is not None and not self._is_closed and os.getpid() == self._made_in:
+        if self._started_channel is not None and not self._is_closed and not self._is_forked:
             text = f"{self!r} was not closed: what is outstanding when its event loop ends is lost"
             warnings.warn(text, ResourceWarning, source=self, stacklevel=1)
 

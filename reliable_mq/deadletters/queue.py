@@ -96,6 +96,7 @@ class DeadLetterQueue(OfOneProcess):
         heartbeat: int | None = None,
         connect_timeout: Duration | None = None,
     ) -> None:
+        super().__init__()
         name = queue.dead_letter_name if isinstance(queue, Queue) else queue
         if not isinstance(name, str) or not name:
             raise ConfigurationError(

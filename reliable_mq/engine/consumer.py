@@ -10,7 +10,6 @@ Invariants: a consumer runs once. A start that fails leaves nothing behind and m
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import time
 from functools import partial
@@ -111,7 +110,7 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
 
     @declared_by(ConsumerOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._made_in = os.getpid()
+        super().__init__()
         self._changed_at = time.monotonic()  # when it was created or stopped
         self._lock = threading.RLock()  # guards the attributes above; held only briefly; signal handlers re-enter it
         self._options = ConsumerOptions(*args, **kwargs)
@@ -238,10 +237,6 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
     @property
     def _is_stopped(self) -> bool:
         return self._state in (RunState.STOPPED, RunState.FINISHED)
-
-    @property
-    def _is_forked(self) -> bool:
-        return os.getpid() != self._made_in
 
     def _check_process(self) -> None:
         if self._is_forked:

@@ -15,7 +15,6 @@ seen is raised once.
 from __future__ import annotations
 
 import enum
-import os
 import threading
 import time
 from collections import deque
@@ -100,7 +99,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
 
     @declared_by(PublisherOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._made_in = os.getpid()
+        super().__init__()
         self._changed_at = time.monotonic()  # when it was created or closed
         self._lock = threading.RLock()  # guards state and channels against callers on other threads; held only briefly
         self._options = PublisherOptions(*args, **kwargs)
@@ -158,7 +157,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         if stuck_after is not None:
             limit = seconds("stuck_after", stuck_after, positive=True)
         closed = ""
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             closed = "made before fork(): it belongs to the parent process"
         elif self._is_closed:
             closed = "closed" if self._state is PublisherState.CLOSED else "closing"
@@ -196,10 +195,10 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     @property
     def _is_over(self) -> bool:
         """Whether nothing is left to close. In a forked child the parent owns everything."""
-        return self._state is PublisherState.CLOSED or os.getpid() != self._made_in
+        return self._state is PublisherState.CLOSED or self._is_forked
 
     def _check_process(self) -> None:
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             raise UsageError("this publisher was made before fork(), which may have left it half open; make one here")
 
     def _check_open(self, consequence: str = ": make another") -> None:

@@ -11,7 +11,6 @@ about. So a session's flush inserts messages after all its other statements, whi
 
 from __future__ import annotations
 
-import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -153,6 +152,7 @@ class SQLAlchemyOutbox(OfOneProcess):
         timeout: Duration = 30.0,
         tracing: Tracing | None = None,
     ) -> None:
+        super().__init__()
         if not isinstance(engine, (Engine, AsyncEngine)):
             raise ConfigurationError(f"engine must be an Engine or an AsyncEngine of SQLAlchemy, not {engine!r}")
         if isinstance(engine, AsyncEngine) and is_in_memory(engine):
@@ -182,7 +182,6 @@ class SQLAlchemyOutbox(OfOneProcess):
         self._tracing = tracing
         self._lease = seconds("lease", lease, positive=True)
         self._opened = False
-        self._made_in = os.getpid()
         self._entity: type[Any] = type("OutboxMessage", (_SessionRow,), {})
         registry().map_imperatively(self._entity, self.table)
 
@@ -412,7 +411,7 @@ class SQLAlchemyOutbox(OfOneProcess):
 
     def close(self) -> None:
         """Close the outbox's own connections until the next call, but not the engine."""
-        if os.getpid() == self._made_in:
+        if not self._is_forked:
             self._runner.close()
 
     def __repr__(self) -> str:
@@ -525,7 +524,7 @@ class SQLAlchemyOutbox(OfOneProcess):
         return self._do(limited, what, self._timeout)
 
     def _do(self, work: Callable[[Connection], T], what: str, timeout: float | None) -> T:
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
         # READ COMMITTED locks least of the usual levels. With others, MariaDB also locks gaps, and relays would wait
         # for one another.

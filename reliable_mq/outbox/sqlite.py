@@ -151,13 +151,13 @@ class SQLiteOutbox(OfOneProcess):
         timeout: Duration = 30.0,
         poll_interval: Duration = 0.1,
     ) -> None:
+        super().__init__()
         if ordering_key is not None and not callable(ordering_key):
             raise ConfigurationError(f"ordering_key must be a function or None, not {ordering_key!r}")
         self.path = file_path(path).absolute()
         self.poll_interval = seconds("poll_interval", poll_interval, positive=True)
         self._timeout = min(seconds("timeout", timeout, positive=True), LONGEST_BUSY_TIMEOUT)
         self._ordering_key = ordering_key
-        self._made_in = os.getpid()
         self._file = OpenFile(self.path)
         self._reserve = DiskReserve(self._file)
         self._lock = threading.Lock()  # for the connection
@@ -288,7 +288,7 @@ class SQLiteOutbox(OfOneProcess):
 
     def close(self) -> None:
         """Close the file. The next call opens it. Does nothing in a forked child."""
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             return
         reader = self._reader
         if reader is not None:
@@ -403,7 +403,7 @@ class SQLiteOutbox(OfOneProcess):
 
     def _check_not_forked(self) -> None:
         """Raise UsageError in a forked child, whose copy of a lock may stay locked."""
-        if os.getpid() != self._made_in:
+        if self._is_forked:
             raise UsageError(f"{self!r} was made before fork(): its connections belong to the parent; make one here")
 
     def _open(self) -> sqlite3.Connection:

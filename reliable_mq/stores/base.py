@@ -199,6 +199,7 @@ class StoreBase(OfOneProcess):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._unanswered = UnansweredClaims()
 
     def _claim(self, holders: Mapping[str, int], lease: float) -> Queries[Mapping[str, ClaimAnswer]]:

@@ -49,6 +49,7 @@ class MemoryStore(OfOneProcess):
     def __init__(
         self, *, max_entries: int = 1_000_000, retention: Duration = DAY, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__()
         self._max_entries = whole_number("max_entries", max_entries, 1)
         self._retention = seconds("retention", retention, positive=True)
         self._clock = clock
