@@ -1,4 +1,7 @@
-"""Signal handlers that replace others for a time.
+"""Signal handlers that replace others for a time, and waits that let them run.
+
+Python runs a signal handler on the main thread, between two of its steps. A wait without a timeout may prevent that
+forever, if the signal arrived just before the wait or went to another thread. So the waits end every half second.
 
 A forked child inherits the signal handlers of its parent. Those that stop a consumer of the parent would keep signals
 from ending the child. And the descriptor that wakes an event loop for a signal is shared, so signals to the child
@@ -15,14 +18,59 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from functools import partial
+from queue import Empty
+from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq._util.hooks import ForkStage, around_fork, at_fork
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+    from queue import SimpleQueue
+    from types import FrameType
 
-__all__ = ["ReplacedHandlers"]
+    from reliable_mq._util.threads import InterruptibleEvent
+
+__all__ = ["ReplacedHandlers", "next_signal", "stop_signals_handled", "wait_heeding_signals"]
+
+_LOOK_EVERY: Final = 0.5  # seconds
+
+
+def wait_heeding_signals(
+    over: InterruptibleEvent | threading.Event, never_set: Callable[[], bool] = lambda: False
+) -> None:
+    """Block until ``over`` is set, and let signal handlers run every half second.
+
+    ``never_set`` returns whether nothing can set it any more, which ends the wait, too.
+    """
+    while not (over.wait(_LOOK_EVERY) or never_set()):
+        pass
+
+
+def next_signal(received: SimpleQueue[int]) -> int:
+    """Block until a signal handler has put a signal into the queue, and return it.
+
+    A handler must not set an event that the main thread waits for, because it may run while that thread holds the
+    event's lock. Putting into a simple queue needs no lock.
+    """
+    while True:
+        try:
+            return received.get(timeout=_LOOK_EVERY)
+        except Empty:
+            continue
+
+
+@contextmanager
+def stop_signals_handled(by: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Handle SIGTERM and SIGINT by a callable in the block. For the main thread."""
+    replaced = ReplacedHandlers()
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            replaced.replace(number, partial(signal.signal, number, by))
+        yield
+    finally:
+        replaced.restore()
 
 
 class ReplacedHandlers:

@@ -23,9 +23,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from reliable_mq._util.signals import next_signal
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.sync.consumer import next_signal
 
 __all__ = ["BODY_TIMEOUT", "CONNECTIONS", "HEAD_TIMEOUT", "WRITE_TIMEOUT", "BoundedHTTP", "serve"]
 

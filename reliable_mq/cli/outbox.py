@@ -20,6 +20,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from reliable_mq._util.signals import next_signal
 from reliable_mq.cli.terminal import (
     INTERRUPTED,
     URL,
@@ -129,7 +130,6 @@ def relay(
     if timeout is not None and not until_empty:
         raise typer.BadParameter("--timeout needs --until-empty: without it, the relay runs until a signal")
     from reliable_mq import Publisher
-    from reliable_mq.sync.consumer import next_signal
 
     received: SimpleQueue[int] = SimpleQueue()
     waits_for_signals = False

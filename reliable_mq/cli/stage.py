@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from reliable_mq._util.signals import stop_signals_handled
 from reliable_mq.cli.terminal import INTERRUPTED, URL, MetricsAddress, MetricsPort, metrics_served, say
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from reliable_mq.stage import StageRelay
 
 __all__ = ["stage"]
@@ -118,7 +116,11 @@ def stage(
         )
         for queue, name in staged
     ]
-    with _signals() as received, metrics_served(metrics_address, metrics_port) as registry:
+    received: list[int] = []
+    with (
+        stop_signals_handled(lambda number, _frame: received.append(number)),
+        metrics_served(metrics_address, metrics_port) as registry,
+    ):
         relays = [StageRelay(each, registry=registry) for each in options]
         try:
             for relay in relays:
@@ -148,19 +150,3 @@ def _close(relays: list[StageRelay]) -> None:
 
     for thread in [start_daemon("stage drain", relay.close, _DRAIN) for relay in relays]:
         thread.join()
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT."""
-    received: list[int] = []
-
-    def on_signal(number: int, _frame: object) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

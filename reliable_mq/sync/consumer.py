@@ -1,27 +1,21 @@
 """The idempotent consumer of the sync API.
 
 It starts and ends the parts: a subscription, worker threads, and a publisher for dead letters. The delivery guarantees
-are implemented in :mod:`reliable_mq.core.consumer.session`.
-
-Python runs a signal handler on the main thread, between two of its steps. A wait without a timeout may prevent that
-forever, if the signal arrived just before the wait or went to another thread. So the waits of `run` end every half
-second.
+are implemented in :mod:`reliable_mq.core.consumer.session`. The waits of `run` let signal handlers run
+(`reliable_mq._util.signals`).
 """
 
 from __future__ import annotations
 
 import inspect
-import signal
 import threading
 import time
 from contextlib import contextmanager
-from functools import partial
-from queue import Empty
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Self
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.signals import ReplacedHandlers
+from reliable_mq._util.signals import stop_signals_handled, wait_heeding_signals
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer
@@ -33,42 +27,13 @@ from reliable_mq.sync.publisher import Publisher
 from reliable_mq.sync.subscription import PullSubscription, Republisher, Subscription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from queue import SimpleQueue
+    from collections.abc import Iterator
     from types import FrameType, TracebackType
 
-    from reliable_mq._util.threads import InterruptibleEvent
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.sync.subscription import PulledDelivery
 
-__all__ = ["Consumer", "next_signal", "run_to_signal", "wait_heeding_signals"]
-
-_CHECK_EVERY: Final = 0.5  # seconds
-
-
-def wait_heeding_signals(
-    over: InterruptibleEvent | threading.Event, never_set: Callable[[], bool] = lambda: False
-) -> None:
-    """Block until ``over`` is set, and let signal handlers run every half second.
-
-    ``never_set`` returns whether nothing can set it any more, which ends the wait, too.
-    """
-    while not (over.wait(_CHECK_EVERY) or never_set()):
-        pass
-
-
-def next_signal(received: SimpleQueue[int]) -> int:
-    """Block until a signal handler has put a signal into the queue, and return it.
-
-    A handler must not set an event that the main thread waits for, because it may run while that thread holds the
-    event's lock. Putting into a simple queue needs no lock.
-    """
-    while True:
-        try:
-            return received.get(timeout=_CHECK_EVERY)
-        except Empty:
-            continue
-
+__all__ = ["Consumer", "run_to_signal"]
 
 logger = get_logger(__name__)
 
@@ -234,10 +199,9 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
 
     def _wait_ended(self, subscription: Subscription) -> None:
         until = time.monotonic() + self._options.stop_timeout + END_TIMEOUT
-        while not subscription.ended.wait(_CHECK_EVERY):
-            if time.monotonic() >= until:
-                logger.error("consumer %r did not end in time; its threads are left running", self._options.name)
-                return
+        wait_heeding_signals(subscription.ended, lambda: time.monotonic() >= until)
+        if not subscription.ended.is_set():
+            logger.error("consumer %r did not end in time; its threads are left running", self._options.name)
 
     def _stop_pools(self, pools: tuple[WorkerPool, ...], patience: float) -> list[bool]:
         return [pool.stop(max(patience, 0.1)) for pool in pools]
@@ -267,13 +231,8 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
             else:
                 self._subscription.stop_now()
 
-        replaced = ReplacedHandlers()
-        try:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                replaced.replace(number, partial(signal.signal, number, on_signal))
+        with stop_signals_handled(on_signal):
             yield received
-        finally:
-            replaced.restore()
 
 
 def run_to_signal(consumer: Consumer) -> int | None:

@@ -1,18 +1,15 @@
-"""Signals to a waiting main thread, and to forked children."""
+"""Signals to a consumer that runs, and to forked children."""
 
 from __future__ import annotations
 
 import signal
 import threading
-import time
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from reliable_mq import Consumer, UsageError
 from reliable_mq.engine.workers import WorkerPool
-from reliable_mq.sync.consumer import next_signal, wait_heeding_signals
 from reliable_mq.testing.waiting import wait_until
 from tests.children import end_of_forked_child
 
@@ -20,48 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOBODY = "amqp://guest:guest@127.0.0.1:1/"
-
-
-@pytest.mark.parametrize("for_any", [False, True])
-def test_a_waiting_main_thread_handles_a_signal_to_another(for_any: bool) -> None:
-    """The signal does not interrupt the wait.
-
-    It may come just before the wait, or go to another thread.
-    """
-    over = threading.Event()
-    received: SimpleQueue[int] = SimpleQueue()
-    waiting = threading.Event()
-    handled_by: list[threading.Thread] = []
-
-    def handle(number: int, _frame: object) -> None:
-        handled_by.append(threading.current_thread())
-        over.set()
-        received.put(number)
-
-    def be_killed() -> None:
-        waiting.wait(10)
-        time.sleep(0.1)  # the main thread only waits by now; an earlier signal would do too
-        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, handle)
-    rescued = threading.Event()
-    late = threading.Timer(30, lambda: (rescued.set(), over.set(), received.put(0)))
-    victim = threading.Thread(target=be_killed)
-    try:
-        victim.start()
-        late.start()
-        waiting.set()
-        if for_any:
-            assert next_signal(received) == signal.SIGTERM
-        else:
-            wait_heeding_signals(over)
-        assert handled_by == [threading.main_thread()]
-        assert not rescued.is_set()
-    finally:
-        late.cancel()
-        late.join()
-        victim.join()
-        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
