@@ -32,7 +32,7 @@ from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
-    QUESTIONS,
+    MAX_HANGING,
     BaseOutboxChannel,
     not_open,
 )
@@ -178,8 +178,8 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
         self.relay.stop(0.0)
         self._relay_publisher.cancel()
         self._writer.stop()
-        self._questions.close()
-        _ = self._questions.future(self._close_outbox_later)
+        self._calls.close()
+        _ = self._calls.future(self._close_outbox_later)
 
     # On the writer's thread
 
@@ -206,12 +206,12 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
     async def _open(self) -> None:
         transit = _LeaseInTransit()
         try:
-            claims = await self._ask(partial(self._take_lease, transit), float("inf"))
+            claims = await self._call_outbox(partial(self._take_lease, transit), float("inf"))
             self._check_open()
             self._begin(claims)
         except BaseException:
-            _ = self._questions.future(transit.abandon)
-            self._questions.close()
+            _ = self._calls.future(transit.abandon)
+            self._calls.close()
             raise
         self._relay_publisher.start()
 
@@ -222,13 +222,13 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
         self._closed = True
         self._waiters.refuse()
 
-    async def _ask(self, question: Callable[[], T], deadline: float) -> T:
+    async def _call_outbox(self, call: Callable[[], T], deadline: float) -> T:
         limit = max(deadline - time.monotonic(), ANSWER_AT_LEAST)
-        if self._questions.hanging >= QUESTIONS:
-            raise TimeoutError(f"{self.outbox!r} does not answer: {QUESTIONS} questions are without an answer")
+        if self._calls.hanging >= MAX_HANGING:
+            raise TimeoutError(f"{self.outbox!r} does not answer: {MAX_HANGING} questions are without an answer")
         try:
             async with time_limit(limit):
-                return await self._questions.future(question)
+                return await self._calls.future(call)
         except TimeoutError as error:
             raise TimeoutError(f"{self.outbox!r} does not answer: no answer within {limit:g} s") from error
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from reliable_mq.core.consumer.attempts import shown
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import GroupProgress, Skipped, SkipReason, settling_rest
-from reliable_mq.engine.steps import asking
+from reliable_mq.engine.steps import calling
 
 if TYPE_CHECKING:
     from collections import deque
@@ -138,7 +138,7 @@ def settling_group_rest(
         sink: The sink for results.
     """
     try:
-        results = yield from asking(settling_rest(claiming, group.claims, rest), ask)
+        results = yield from calling(settling_rest(claiming, group.claims, rest), ask)
     except BaseException as error:  # from a store that ends its thread, or the task is destroyed
         sink.report([Skipped(one, SkipReason.STORE_FAILED, shown(error)) for one in rest.deliveries])
         raise

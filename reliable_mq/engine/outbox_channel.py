@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.relay import RowPublisher
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "QUESTIONS", "BacklogPoller", "BaseOutboxChannel", "not_open"]
+__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "MAX_HANGING", "BacklogPoller", "BaseOutboxChannel", "not_open"]
 
 logger = get_logger(__name__)
 
@@ -45,7 +45,7 @@ CLOSE_GRACE: Final = 2.0
 ANSWER_AT_LEAST: Final = 0.5
 """The minimum seconds to wait for the outbox, even if the caller's timeout has passed."""
 
-QUESTIONS: Final = 8
+MAX_HANGING: Final = 8
 """Calls of the outbox that may hang, each on a thread; further ones fail at once."""
 
 _POLL_AFTER: Final = (0.01, 0.25)  # seconds between two polls of the outbox: the shortest and the longest
@@ -117,7 +117,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         self._outbox_closed = False  # or about to be closed
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # whether a caller of ``close`` has logged the messages left
-        self._questions = DaemonExecutor(f"{options.name}-outbox-question", QUESTIONS)
+        self._calls = DaemonExecutor(f"{options.name}-outbox-call", MAX_HANGING)
         statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
@@ -159,7 +159,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         """
         raise NotImplementedError
 
-    def _ask(self, question: Callable[[], Any], deadline: float) -> Any:
+    def _call_outbox(self, call: Callable[[], Any], deadline: float) -> Any:
         """Call the outbox, and wait for its answer until the deadline. A step.
 
         After the deadline, waits for a moment.
@@ -249,7 +249,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             if not stored and (left := self._window.count):
                 return left
         try:
-            _, last = yield self._ask(self._backlog, deadline)
+            _, last = yield self._call_outbox(self._backlog, deadline)
             left = yield from self._wait_relayed(last, deadline, lambda: True)
         except OutboxError:
             self._check_relayed()  # closing the outbox ends a query that takes long
@@ -281,11 +281,11 @@ class BaseOutboxChannel(BaseChannel[C]):
         yield self._end_threads(deadline)
         self._log_left(left)
         try:
-            yield self._ask(self._close_outbox, deadline)
+            yield self._call_outbox(self._close_outbox, deadline)
         except (OutboxError, TimeoutError) as error:
             logger.error("failed to close %r: %s", self.outbox, error)  # noqa: TRY400
         finally:
-            self._questions.close()
+            self._calls.close()
 
     def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
         """Wait until no row up to ``last`` is left, and return how many are left."""
@@ -293,7 +293,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         while True:
             began = time.monotonic()
             left: int
-            left, _ = yield self._ask(partial(self._backlog, last), deadline)
+            left, _ = yield self._call_outbox(partial(self._backlog, last), deadline)
             now = time.monotonic()
             if not left or now >= deadline or not worth_waiting():
                 return left

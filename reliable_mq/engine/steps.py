@@ -22,7 +22,7 @@ import inspect
 from collections.abc import Callable, Generator
 from typing import Any, TypeAlias, TypeVar
 
-__all__ = ["Steps", "asking", "awaiting", "blocking"]
+__all__ = ["Steps", "awaiting", "blocking", "calling"]
 
 T = TypeVar("T")
 
@@ -66,22 +66,22 @@ async def awaiting(steps: Steps[T]) -> T:
         return result
 
 
-def asking(questions: Generator[Any, Any, T], ask: Callable[[Any], Any]) -> Steps[T]:
-    """Return the steps of a generator that yields questions to a store.
+def calling(calls: Generator[Any, Any, T], perform: Callable[[Any], Any]) -> Steps[T]:
+    """Return the steps of a generator that yields calls of a store.
 
     Args:
-        questions: The generator. It is resumed with each answer, or with the exception that came in its place.
-        ask: The API's call for one question.
+        calls: The generator. It is resumed with each result, or with the exception that came in its place.
+        perform: The API's function that performs one call.
     """
     try:
-        question = next(questions)
+        call = next(calls)
         while True:
             try:
-                answer = yield ask(question)
+                outcome = yield perform(call)
             except Exception as error:  # noqa: BLE001  # the generator decides
-                question = questions.throw(error)
+                call = calls.throw(error)
             else:
-                question = questions.send(answer)
+                call = calls.send(outcome)
     except StopIteration as end:
         result: T = end.value
         return result

@@ -46,7 +46,7 @@ from reliable_mq.core.consumer.handler_signature import check_answer
 from reliable_mq.core.statistics import Histogram
 from reliable_mq.engine import claim_groups
 from reliable_mq.engine.claim_groups import ClaimBatcher, settling_group_rest
-from reliable_mq.engine.steps import asking, blocking
+from reliable_mq.engine.steps import blocking, calling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -494,7 +494,7 @@ def retrying_settlements(
     """
     pause = _FIRST_PAUSE
     while True:
-        yield from asking(settling(claiming), ask)
+        yield from calling(settling(claiming), ask)
         over = not claiming.retries or (yield rest(pause))
         if over:
             return

@@ -167,13 +167,13 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
         self._refuse_waiting()
         self.relay.stop(0.0)
         self._writer.stop()
-        self._questions.close()
+        self._calls.close()
         start_daemon(self._closing, self._close_outbox_later)
 
     # On a separate thread
 
     def _begin(self, claims: RowLeases) -> None:
-        self._questions.start()  # an interpreter that exits asks the outbox, and refuses new threads
+        self._calls.start()  # an interpreter that exits calls the outbox, and refuses new threads
         super()._begin(claims)
 
     def _open(self, opening: _Opening) -> None:
@@ -262,10 +262,10 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
 
     # Without the lock
 
-    def _ask(self, question: Callable[[], T], deadline: float) -> T:
+    def _call_outbox(self, call: Callable[[], T], deadline: float) -> T:
         limit = min(max(deadline - time.monotonic(), ANSWER_AT_LEAST), threading.TIMEOUT_MAX)
         try:
-            return self._questions.call(lambda _: question(), limit)
+            return self._calls.call(lambda _: call(), limit)
         except TimeoutError as error:
             raise TimeoutError(f"{self.outbox!r} does not answer: {error}") from error
 

@@ -19,7 +19,7 @@ from reliable_mq.aio import outbox_channel
 from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
 from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.engine import publisher as engine_publisher
-from reliable_mq.engine.outbox_channel import QUESTIONS
+from reliable_mq.engine.outbox_channel import MAX_HANGING
 from reliable_mq.outbox import SQLiteOutbox, sqlite_relay
 from reliable_mq.testing.waiting import until, wait_until
 from tests.outbox.late import LateQuestion, on_time
@@ -376,7 +376,7 @@ def test_any_number_of_tasks_may_flush_at_once(tmp_path: Path) -> None:
 
     async def main() -> None:
         async with AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"), name="many") as publisher:
-            await asyncio.gather(*(publisher.flush(10) for _ in range(3 * QUESTIONS)))
+            await asyncio.gather(*(publisher.flush(10) for _ in range(3 * MAX_HANGING)))
 
     asyncio.run(main())
 
