@@ -19,7 +19,8 @@ Invariants:
 - every claim has a unique name, which distinguishes the rows of one transaction from rows that this relay had before,
   and a late outcome from a row that another relay has claimed since;
 - if leases use the time since the boot of the machine, claims of an earlier boot are expired. The name of a claim
-  contains its boot;
+  contains its boot. If the claim or the relay cannot name it, a claim that ends later than a new one would is of an
+  earlier boot;
 - a relay never takes a row that it already has. If its leases may have ended, for example after an outage of the
   database, it renews them first.
 """
@@ -50,6 +51,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     DELAYED,
     READY,
     SET_ASIDE,
+    UNNAMED_BOOT,
     WALKS_AN_INDEX,
     begin_taking,
     database_time,
@@ -376,13 +378,21 @@ class SQLAlchemyRowLeases:
         if self._doubted:
             free = or_(free, columns.claimed_by.in_(sorted(self._doubted)))
         if self._boot:
-            free = or_(free, ~columns.claimed_by.startswith(self._boot))
+            free = or_(free, self._of_earlier_boot(now))
         return and_(
             columns.state < SET_ASIDE,
             columns.format <= FORMAT,
             free,
             or_(columns.available_at <= now, columns.available_at > now + 2 * LONGEST_DELAY),
         )
+
+    def _of_earlier_boot(self, now: float) -> ColumnElement[bool]:
+        columns = self._table.c
+        too_late = columns.claimed_until > now + self._lease
+        if self._boot == UNNAMED_BOOT:
+            return too_late
+        unnamed = columns.claimed_by.startswith(UNNAMED_BOOT)
+        return case((unnamed, too_late), else_=~columns.claimed_by.startswith(self._boot))
 
     def _select(self, was_claimed: ColumnElement[bool] | None = None) -> Select[Any]:
         columns = self._table.c

@@ -33,6 +33,7 @@ __all__ = [
     "LOCKS_WHAT_IT_READS",
     "READY",
     "SET_ASIDE",
+    "UNNAMED_BOOT",
     "WALKS_AN_INDEX",
     "ExactString",
     "begin_taking",
@@ -54,6 +55,9 @@ T = TypeVar("T")
 READY: Final = 0
 DELAYED: Final = 1
 SET_ASIDE: Final = 2
+
+UNNAMED_BOOT: Final = "unnamed boot"
+"""The name of each boot for a process that cannot read the names of boots."""
 
 # Computed from UTC: the local time of a zone repeats an hour when its summer time ends.
 _MYSQL_CLOCK: Final = "timestampdiff(microsecond, '1970-01-01', utc_timestamp(6)) / 1000000"
@@ -181,7 +185,10 @@ def limit_lock_waits(connection: sa.Connection, timeout: float) -> None:
 
 def boot_name(dialect: Dialect) -> str:
     """Return the name of this boot if `database_time` counts from it, else empty text."""
-    return hashlib.sha256(boot()[0].encode()).hexdigest()[:12] if dialect.name in _FILES else ""
+    if dialect.name not in _FILES:
+        return ""
+    name, _ = boot()
+    return hashlib.sha256(name.encode()).hexdigest()[:12] if name else UNNAMED_BOOT
 
 
 def update_by_id(table: sa.Table, dialect: Dialect) -> sa.Update:

@@ -10,6 +10,7 @@ from sqlalchemy import create_engine, text
 
 from reliable_mq.core.outbox import RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox, sqlalchemy_relay, sqlalchemy_table
+from reliable_mq.outbox.protocol import RowLeases
 from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, store, take
 
 
@@ -49,6 +50,29 @@ def test_claims_from_before_a_reboot_are_free_at_once(tmp_path: Path, monkeypatc
     booted("three", 5.0)
     assert [row.message.body for row in take(outbox.claims())] == [b"delayed", b"claimed"]
     assert take(outbox.claims()) == []
+    engine.dispose()
+
+
+@pytest.mark.parametrize("names", [("one", ""), ("", "one"), ("", "")])
+def test_a_relay_that_cannot_name_the_boot_shares_its_leases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, str]
+) -> None:
+    """A lease that ends later than a new one would is from before a reboot."""
+
+    def relay(name: str, uptime: float) -> RowLeases:
+        monkeypatch.setattr(sqlalchemy_table, "boot", lambda: (name, 0))
+        monkeypatch.setattr(sqlalchemy_table, "since_boot", lambda: int(uptime * 1_000_000))
+        return outbox.claims()
+
+    engine = create_engine(f"sqlite:///{tmp_path}/database")
+    outbox = SQLAlchemyOutbox(engine, lease=30)
+    outbox.create_table()
+    store(outbox, "claimed")
+    assert len(take(relay(names[0], 10_000.0))) == 1
+    assert take(relay(names[1], 10_000.0)) == []
+    assert take(relay(names[1], 10_029.0)) == []
+    assert len(take(relay(names[1], 10_030.0))) == 1
+    assert len(take(relay(names[0], 5.0))) == 1
     engine.dispose()
 
 
