@@ -23,10 +23,10 @@ def since_boot() -> int:
 def boot() -> tuple[str, int]:
     """Return the name of this boot, and its wall-clock time in microseconds.
 
-    If the system has no name for the boot, a jump of the wall clock by hours counts as another boot.
+    The name is empty if this process cannot read it. Other processes of the same boot may be able to.
     """
     base = time.time_ns() // 1000 - since_boot()
     try:
         return _BOOT.read_text().strip(), base
     except OSError:
-        return f"about {base // 10_800_000_000}", base
+        return "", base

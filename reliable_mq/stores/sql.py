@@ -381,16 +381,21 @@ class SQLite(Dialect):
         clock's, ``offset``. After another boot, the clock continues from the newest claim, without reading the wall
         clock. The wall clock may be wrong by years until it is set over the network, and then done keys would be
         forgotten, or claims held for years. So the time for which the machine is off does not count.
+
+        A process that cannot read the name of the boot, or reads another one, gets the same result as the others of
+        this boot: it is never before an earlier one, and no claim is ahead of their clock.
         """
-        rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
+        stored = Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
+        rows = (yield stored) if boot else ()  # the row without a name may be of an earlier boot
         if not rows:
             yield Query(
-                f"INSERT INTO {self.table}_clock (boot, base) "
-                f"SELECT :boot, coalesce(max(token) - :since, :offset) FROM {self.table} WHERE format = {FORMAT} "
-                "ON CONFLICT (boot) DO NOTHING",
+                f"INSERT INTO {self.table}_clock (boot, base) SELECT :boot, coalesce(max(begun), :offset) FROM "
+                f"(SELECT max(token) - :since AS begun FROM {self.table} WHERE format = {FORMAT} "
+                f"UNION ALL SELECT base FROM {self.table}_clock) WHERE true "
+                "ON CONFLICT (boot) DO UPDATE SET base = excluded.base",
                 {"boot": boot, "offset": offset, "since": since},
             )
-            rows = yield Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
+            rows = yield stored
         base: int = rows[0][0]
         return base
 

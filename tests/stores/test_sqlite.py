@@ -308,16 +308,21 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self.path, self.running = path, 0.0
-        self._boots, self._since, self._offset = 0, 0.0, 0.0
+        self._boots, self._name, self._since, self._offset = 0, "", 0.0, 0.0
         for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sqlalchemy"):
             monkeypatch.setattr(f"{module}.since_boot", lambda: int(self._since * 1e6))
-            monkeypatch.setattr(f"{module}.boot", lambda: (f"boot {self._boots}", int(self._offset * 1e6)))
+            monkeypatch.setattr(f"{module}.boot", lambda: (self._name, int(self._offset * 1e6)))
 
-    def boot(self, wall: float) -> None:
+    def boot(self, wall: float, *, named: bool = True) -> None:
         """Boot it with a wall clock that is `wall` seconds after the start of 2026."""
         self._boots += 1
+        self.rename(f"boot {self._boots}" if named else "")
         self._since = 5.0
         self._offset = 56 * YEAR + wall
+
+    def rename(self, name: str) -> None:
+        """Give this boot another name in new processes. Empty: they cannot read it."""
+        self._name = name
 
     def run(self, seconds: float) -> None:
         self._since += seconds
@@ -380,21 +385,39 @@ def test_a_file_begun_with_a_wrong_clock_keeps_its_own_time(machine: Machine, ki
     assert machine.status(kind, "done") is ClaimStatus.NEW
 
 
+@pytest.mark.parametrize("names", [("one", ""), ("", "one"), ("", ""), ("one", "two")])
+@pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
+def test_processes_share_a_clock_if_only_some_see_the_boot(machine: Machine, kind: str, names: tuple[str, str]) -> None:
+    """Otherwise a lease of one process would have ended for another one."""
+    machine.boot(0.0)
+    machine.rename(names[0])
+    with machine.store(kind) as ahead:
+        ahead.claim_many(["before"], LEASE)
+        machine.run(3600.0)
+        machine.rename(names[1])
+        with machine.store(kind) as late:
+            assert late.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
+            assert ahead.claim_many(["a"], LEASE)[0].status is ClaimStatus.IN_PROGRESS
+            machine.run(LEASE)
+            assert late.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
+
+
 @given(
     walls=st.lists(st.floats(-56 * YEAR, 60 * YEAR), min_size=2, max_size=5),
     runs=st.lists(st.floats(0.0, RETENTION), min_size=5, max_size=5),
     kinds=st.lists(st.sampled_from(["sqlite", "sqlalchemy"]), min_size=5, max_size=5),
+    named=st.lists(st.booleans(), min_size=5, max_size=5),
 )
 @examples(25)
 def test_retention_counts_running_time_whatever_the_boot_clocks(
-    walls: list[float], runs: list[float], kinds: list[str]
+    walls: list[float], runs: list[float], kinds: list[str], named: list[bool]
 ) -> None:
     """It is exceeded by at most the lease: a boot continues from the last claim."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as directory:
         machine = Machine(patch, Path(directory) / "store.db")
         done: dict[str, float] = {}
-        for wall, run, kind in zip(walls, runs, kinds, strict=False):
-            machine.boot(wall)
+        for wall, run, kind, has_name in zip(walls, runs, kinds, named, strict=False):
+            machine.boot(wall, named=has_name)
             for key, since in done.items():
                 if machine.running - since < RETENTION:
                     assert machine.status(kind, key) is ClaimStatus.DONE
