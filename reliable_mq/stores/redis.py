@@ -23,6 +23,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any, Final, TypeVar
 from urllib.parse import urlsplit
 
@@ -235,10 +236,11 @@ class RedisStore(_RedisBase, SyncStore):
 
     Args:
         url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
-            own ``redis.Redis``, for example from a ``Sentinel``, which must have a ``socket_timeout`` and no retries of
-            its own (``retry=Retry(NoBackoff(), 0)``, from ``redis.retry`` and ``redis.backoff``). To leave a primary
-            that became a replica, a client that is not from a ``Sentinel`` needs
-            ``retry_on_error=[redis.ReadOnlyError]``.
+            own ``redis.Redis``, which must have a ``socket_timeout`` and no retries of its own
+            (``retry=Retry(NoBackoff(), 0)``, from ``redis.retry`` and ``redis.backoff``). To leave a primary that
+            became a replica, it needs ``retry_on_error=[redis.ReadOnlyError]``, unless it is from a ``Sentinel``. The
+            connections to the Sentinels need the same, as ``sentinel_kwargs={"socket_timeout": 1,
+            "socket_connect_timeout": 1, "retry": Retry(NoBackoff(), 0)}``.
         retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
         timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, or Redis
             answers with an error, the call is repeated once on a new connection. The ``socket_timeout`` of your own
@@ -283,7 +285,7 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
     """An idempotency store like `RedisStore`, for ``AsyncConsumer``.
 
     The arguments are the same, for ``redis.asyncio``. A store belongs to one event loop. The timeout limits a whole
-    call.
+    call, and must be above the sum of the Sentinels' timeouts.
     """
 
     def __init__(
@@ -353,8 +355,7 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
         }
         try:
             client = kind.from_url(url, **settings)
-            pool = client.connection_pool
-            pool.connection_class(**pool.connection_kwargs)  # checks its arguments without connecting
+            _connection(client)  # checks its arguments
         except ValueError as error:
             raise ConfigurationError(f"url is not a Redis URL: {error}") from error
         except TypeError as error:
@@ -365,14 +366,51 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
         raise ConfigurationError(f"{', '.join(options)}: to be given to the client of your own")
     else:
         client = url
-    arguments = client.get_connection_kwargs()
-    if arguments.get("socket_timeout") is None:
+    connection = _connection(client)
+    if connection.socket_timeout is None:
         raise ConfigurationError("the client must have a socket_timeout, or a Redis that hangs would hang the consumer")
-    # Before redis-py 6, nobody can ask for the number, and a client has no retries by default.
-    retries = getattr(arguments.get("retry"), "get_retries", lambda: 0)()
+    retries = _retries(connection)
     if retries and kind is redis.Redis:
         raise ConfigurationError(
             f"the client repeats a call up to {retries} times, each for its socket_timeout: give it "
             "retry=Retry(NoBackoff(), 0), because the store repeats calls itself"
         )
+    manager = getattr(client.connection_pool, "sentinel_manager", None)
+    if manager is not None:
+        _check_sentinels([_connection(one) for one in manager.sentinels], None if kind is redis.Redis else timeout)
     return client
+
+
+def _check_sentinels(connections: Sequence[Any], timeout: float | None) -> None:
+    """Check that Sentinels that do not answer delay a call only a little.
+
+    They are asked one after the other. A call that is cancelled after the timeout does not change their order, so later
+    calls would begin with the same Sentinels, and never get to the others.
+    """
+    settings = 'sentinel_kwargs={"socket_timeout": 1, "socket_connect_timeout": 1, "retry": Retry(NoBackoff(), 0)}'
+    waits = [max(one.socket_timeout or inf, one.socket_connect_timeout or inf) for one in connections]
+    if inf in waits or any(map(_retries, connections)):
+        raise ConfigurationError(
+            "each Sentinel of the client must have a socket_timeout and no retries, or one that hangs would delay each "
+            f"call: Sentinel(..., {settings})"
+        )
+    if timeout is not None and sum(waits) >= timeout:
+        raise ConfigurationError(
+            f"the {len(waits)} Sentinels of the client may take {sum(waits):g} s together, which must be below the "
+            f"timeout of the store, {timeout:g} s: Sentinel(..., {settings})"
+        )
+
+
+def _connection(client: Any) -> Any:
+    """Return a new connection of a client, without connecting."""
+    pool = client.connection_pool
+    return pool.connection_class(**pool.connection_kwargs)
+
+
+def _retries(connection: Any) -> int:
+    """Return how often redis-py repeats a call on a connection.
+
+    Before redis-py 6, nobody can ask for the number, and a client has no retries by default.
+    """
+    retries: int = getattr(connection.retry, "get_retries", lambda: 0)()
+    return retries
