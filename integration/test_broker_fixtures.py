@@ -26,7 +26,7 @@ from integration.support.leaders import suspend_leader
 from integration.support.lossy import LossyProxy
 from integration.support.seeds import soaking
 from reliable_mq.errors import LabError
-from reliable_mq.testing import Audit, RabbitMQ, containers, fixtures
+from reliable_mq.testing import Audit, RabbitMQ, VirtualHost, containers, fixtures
 from reliable_mq.testing.containers import OWNER_LABEL, is_orphan, owner, remove_leftovers
 from reliable_mq.testing.management import Management, ManagementAPIError
 from reliable_mq.testing.waiting import wait_until
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Callable
 
-    from reliable_mq.testing import FaultProxyFactory, VirtualHost
+    from reliable_mq.testing import FaultProxyFactory
 
 PLUGINS = {
     "rabbitmq_auth_mechanism_ssl",
@@ -103,6 +103,24 @@ def test_live_counts_know_of_acks_that_wait_for_the_disk(any_vhost: VirtualHost)
         channel.basic_ack(method.delivery_tag)
 
     assert any_vhost.live_counts() == {"orders": 0}
+
+
+def test_a_virtual_host_of_any_name_is_observed(broker: RabbitMQ) -> None:
+    vhost = VirtualHost(broker, "lägret\\t" + uuid.uuid4().hex)
+    vhost.create()
+    try:
+        connection = vhost.connect()
+        channel = connection.channel()
+        channel.queue_declare("orders")
+        channel.basic_publish("", "orders", b"")
+        wait_until(lambda: channel.basic_get("orders")[0], timeout=10, what="a message that is not acked")
+
+        assert vhost.live_counts() == {"orders": 1}
+        assert vhost.close_connections() == 1
+        with pytest.raises(pika.exceptions.ConnectionClosedByBroker):
+            connection.process_data_events(time_limit=10)
+    finally:
+        vhost.delete()
 
 
 def test_a_deleted_virtual_host_is_gone(broker: RabbitMQ, new_vhost: Callable[[RabbitMQ], VirtualHost]) -> None:

@@ -45,17 +45,17 @@ _LIVE_COUNTS: Final = """
             Messages
     end,
     {{base64:encode(Name), Count}}
-end || Q <- rabbit_amqqueue:list(<<"{vhost}">>)]
+end || Q <- rabbit_amqqueue:list(base64:decode("{vhost}"))]
 """
 # An expression may be evaluated twice, so a first one finds the connections, and a second one closes them. That one
 # does the same as `rabbitmqctl close_all_connections`. The second field of a connection is its node and its name.
 _OPEN_CONNECTIONS: Final = """
-[element(2, element(2, Open)) || Open <- rabbit_connection_tracking:list(<<"{vhost}">>)]
+[element(2, element(2, Open)) || Open <- rabbit_connection_tracking:list(base64:decode("{vhost}"))]
 """
 _CLOSE_CONNECTIONS: Final = """
 begin
     Named = fun(Open) -> lists:member(element(2, element(2, Open)), {names}) end,
-    Open = lists:filter(Named, rabbit_connection_tracking:list(<<"{vhost}">>)),
+    Open = lists:filter(Named, rabbit_connection_tracking:list(base64:decode("{vhost}"))),
     rabbit_connection_tracking_handler:close_connections(Open, base64:decode_to_string("{reason}"), 0)
 end
 """
@@ -138,11 +138,11 @@ class VirtualHost:
 
         Return the number of connections that the broker knew.
         """
-        names = self.broker.evaluate(_OPEN_CONNECTIONS.format(vhost=self.name))
+        names = self.broker.evaluate(_OPEN_CONNECTIONS.format(vhost=_base64(self.name)))
         count = names.count("<<")
         if count:
-            encoded = base64.b64encode(reason.encode()).decode()
-            self.broker.evaluate(_CLOSE_CONNECTIONS.format(vhost=self.name, reason=encoded, names=names))
+            arguments = {"vhost": _base64(self.name), "reason": _base64(reason), "names": names}
+            self.broker.evaluate(_CLOSE_CONNECTIONS.format(**arguments))
         return count
 
     def peek(self, queue: str, count: int = 1000) -> list[dict[str, Any]]:
@@ -219,7 +219,7 @@ class VirtualHost:
         Args:
             queues: The names that must be in the result, with 0 for a queue that does not exist.
         """
-        answer = self.broker.evaluate(_LIVE_COUNTS.format(vhost=self.name))
+        answer = self.broker.evaluate(_LIVE_COUNTS.format(vhost=_base64(self.name)))
         found = {base64.b64decode(name).decode(): int(count) for name, count in _COUNTED.findall(answer)}
         return {**dict.fromkeys(queues, 0), **found}
 
@@ -267,3 +267,7 @@ class VirtualHost:
                 return seen == count
 
             wait_until(reached, timeout=timeout, what=lambda: f"{what} {count} of {queue!r}, {state}")
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
