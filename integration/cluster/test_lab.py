@@ -82,6 +82,14 @@ def test_leaders_move_and_drained_nodes_accept_nobody(rabbitmq_cluster: RabbitMQ
     wait_until(node.answers, timeout=30, what="an answer")
 
 
+@pytest.mark.soak
+def test_a_cluster_with_a_drained_node_is_observed(rabbitmq_cluster: RabbitMQCluster, orders: VirtualHost) -> None:
+    rabbitmq_cluster.drain(rabbitmq_cluster.nodes[0])
+
+    orders.wait_for_messages("orders", 0)
+    assert orders.queue("orders") is not None
+
+
 def test_a_drain_whose_end_nobody_saw_heals(rabbitmq_cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     node = rabbitmq_cluster.nodes[2]
     evaluate = node.evaluate

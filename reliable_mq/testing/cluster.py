@@ -274,10 +274,13 @@ class RabbitMQCluster:
     def running(self) -> tuple[ClusterNode, ...]:
         """The nodes that are neither dead, paused nor cut off by a partition.
 
+        Drained nodes come last.
+
         Raises:
             UsageError: If there is no such node.
         """
-        found = tuple(node for node in self.nodes if not node.cut_off and node.status() == "running")
+        reachable = [node for node in self.nodes if not node.cut_off and node.status() == "running"]
+        found = tuple(sorted(reachable, key=self._drained.__contains__))
         if not found:
             raise UsageError("no node of the cluster runs and is reachable: heal() it first")
         return found

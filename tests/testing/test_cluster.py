@@ -31,6 +31,17 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> RabbitMQCluster:
     return cluster
 
 
+def test_a_node_that_accepts_no_clients_is_asked_last(
+    cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lab.ClusterNode, "evaluate", lambda *_: "ok")
+    one, two, three = cluster.nodes
+
+    cluster.drain(one)
+
+    assert cluster.running == (two, three, one)
+
+
 def test_a_new_launch_forgets_the_faults_of_the_last(cluster: RabbitMQCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     addresses = {node.hostname: f"10.0.0.{number}" for number, node in enumerate(cluster.nodes)}
     client = DockerClient("tcp://127.0.0.1:1", version="1.40")  # connects to nothing
