@@ -112,10 +112,12 @@ class StoreOnThread:
 
     def end(self, closing: Coroutine[Any, Any, Any]) -> None:
         """Run a coroutine that closes the store, then stop the event loop."""
-        self.run(closing)
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
-        self.loop.close()
+        try:
+            self.run(closing)
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(10)
+            self.loop.close()
 
 
 async def _called(make: Callable[[], Any]) -> Any:

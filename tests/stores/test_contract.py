@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from reliable_mq.stores import Claim, ClaimStatus
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.testing import store_contract
-from reliable_mq.testing.store_contract import StoreCall, StoreContract, explain
+from reliable_mq.testing.store_contract import StoreCall, StoreContract, StoreOnThread, explain
 from tests.properties import scaled
 from tests.stores import subjects
 from tests.stores.subjects import Subject
@@ -46,6 +47,20 @@ def test_a_store_that_hangs_does_not_keep_pytest_from_ending(monkeypatch: pytest
     answers.set()
     hanging.join(20)
     assert hanging.daemon
+
+
+def test_a_thread_ends_though_its_store_cannot_be_closed() -> None:
+    async def fails() -> NoReturn:
+        raise OSError("no connection")
+
+    before = set(threading.enumerate())
+    store = StoreOnThread(object)
+
+    with pytest.raises(OSError, match="no connection"):
+        store.end(fails())
+
+    assert store.loop.is_closed()
+    assert set(threading.enumerate()) == before
 
 
 def test_every_store_can_forget_failed_attempts(subject: Subject) -> None:
