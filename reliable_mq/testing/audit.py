@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from reliable_mq.errors import UsageError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -137,6 +139,7 @@ class Audit:
 
         Raises:
             AssertionError: If the counts are wrong, as for `AuditResult.check`.
+            UsageError: If the check cannot fail, as for `AuditResult.check`.
         """
         result = self.balance()
         if self._report is not None:
@@ -212,6 +215,7 @@ class AuditResult:
 
         Raises:
             AssertionError: If a check fails. The message has the counts and the first few message ids of each fault.
+            UsageError: If the check cannot fail: `effects_once` without a handled message or an effect.
         """
         faults = {"lost": self.lost, "unexpected": self.unexpected}
         if effects_once:
@@ -219,6 +223,8 @@ class AuditResult:
         wrong = [f"{what}: {first_few(sorted(ids))}" for what, ids in faults.items() if ids]
         if wrong:
             raise AssertionError(f"the account does not add up: {self}\n" + "\n".join(wrong))
+        if effects_once and not (self.handled or self.effects):
+            raise UsageError("effects_once cannot be checked: record handled messages and effects")
 
 
 def first_few(found: Sequence[object]) -> str:

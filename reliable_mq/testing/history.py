@@ -394,8 +394,8 @@ class HistoryResult:
 
         Raises:
             AssertionError: If a check fails. The message has the counts and the first few cases of each fault.
-            UsageError: If the check cannot fail: `ordered` without a publish that has a key, or `exclusive` without the
-                name of each handler's consumer.
+            UsageError: If the check cannot fail: `effects_once` without a handled message or an effect, `ordered`
+                without a publish that has a key, or `exclusive` without the name of each handler's consumer.
         """
         if ordered and not self.keys:
             raise UsageError("ordered cannot be checked: no publish has a key, so record publishes with key=")

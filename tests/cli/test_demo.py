@@ -249,6 +249,10 @@ def test_an_unconfirmed_message_that_arrived_is_named() -> None:
     assert good.equation == "confirmed 2 + 1 unconfirmed, yet arrived = handled 2 + dead-lettered 1, lost 0"
 
 
+def test_an_account_without_a_handled_message_may_add_up() -> None:
+    assert verdict(account(confirmed="c", handled="")).faults == []
+
+
 @pytest.mark.parametrize(
     ("made", "fault"),
     [

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reliable_mq.errors import UsageError
 from reliable_mq.testing.audit import Audit
 
 IDS = st.lists(st.sampled_from("abcdef"))
@@ -24,7 +25,21 @@ def account(*, attempted: str = "", confirmed: str = "", failed: str = "", handl
 
 
 def test_an_empty_account_adds_up() -> None:
-    Audit().balance().check(effects_once=True)
+    Audit().balance().check()
+
+
+def test_effects_without_a_handled_message_cannot_be_checked() -> None:
+    made = account(attempted="ab", confirmed="ab")
+    made.dead_lettered("a")
+    with pytest.raises(AssertionError, match=r"lost: b$"):
+        made.balance().check(effects_once=True)
+    made.left("b")
+
+    with pytest.raises(UsageError, match="effects_once cannot be checked"):
+        made.close(effects_once=True)
+
+    made.effect("a")
+    made.close(effects_once=True)
 
 
 def test_handled_dead_lettered_and_left_add_up_to_confirmed() -> None:
