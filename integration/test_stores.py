@@ -67,18 +67,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             metafunc.parametrize(name, kinds, indirect=True)
 
 
-def redis_subject(url: str, store: Any, close: Callable[[], object]) -> Subject:
-    client = redis.Redis.from_url(url)
+def redis_subject(url: str, *, on_asyncio: bool) -> Subject:
+    def opened() -> Any:
+        if not on_asyncio:
+            return stack.enter_context(closing(RedisStore(url, retention=RETENTION, timeout=30)))
+        blocking = StoreOnThread(lambda: AsyncRedisStore(url, retention=RETENTION, timeout=30))
+        stack.callback(lambda: blocking.end(blocking.store.close()))
+        return blocking
+
+    client, stack = redis.Redis.from_url(url), contextlib.ExitStack()
+    stack.callback(client.close)
     age, rewrite = client.register_script(_AGE), client.register_script(_REWRITE)
-    subject = Subject(
-        store,
+    return Subject(
+        opened(),
         lambda seconds: age(args=[int(seconds * 1000)]),
         client.flushall,
         lambda key: rewrite(args=[key]),
+        opened,
+        stack,
     )
-    subject.stack.callback(client.close)
-    subject.stack.callback(close)
-    return subject
 
 
 def make(kind: str, database: Callable[[str], Database]) -> Subject:
@@ -88,11 +95,7 @@ def make(kind: str, database: Callable[[str], Database]) -> Subject:
         if driver in ASYNC_DRIVERS[name]:
             return subjects.sqlalchemy_async(with_driver(url, driver), create_engine(url, poolclass=NullPool))
         return subjects.sqlalchemy(create_engine(with_driver(url, driver)))
-    if driver:
-        blocking = StoreOnThread(lambda: AsyncRedisStore(url, retention=RETENTION, timeout=30))
-        return redis_subject(url, blocking, lambda: blocking.end(blocking.store.close()))
-    store = RedisStore(url, retention=RETENTION, timeout=30)
-    return redis_subject(url, store, store.close)
+    return redis_subject(url, on_asyncio=bool(driver))
 
 
 @pytest.fixture

@@ -72,12 +72,16 @@ class StoreUnderTest:
         empty: A function that deletes all records.
         rewrite: A function that gives the record of a key the format of a newer version, or None for a store that does
             not outlive its process.
+        another: A function that returns a second store on the same records, as another process would create it. The
+            fixture closes it. None for a store of one process. Without it, a lock of one process passes for the
+            atomicity of the records.
     """
 
     store: Any
     age: Callable[[float], object]
     empty: Callable[[], object]
     rewrite: Callable[[str], object] | None = None
+    another: Callable[[], Any] | None = None
 
 
 class StoreOnThread:
@@ -261,24 +265,27 @@ class StoreContract:
         assert [(one.status, one.attempts) for one in made] == [(NEW, 0), (NEW, 1), (DONE, 1)]
 
     def test_of_many_threads_one_wins_each_key(self, subject: StoreUnderTest) -> None:
+        """Half of the threads use the store of another process."""
+        stores = [subject.store, subject.another() if subject.another else subject.store]
         keys = [f"key-{number}" for number in range(40)]
         wins: list[Claim] = []
         barrier = threading.Barrier(6)
 
         def contend(number: int) -> None:
-            order = random.Random(number).sample(keys, len(keys))
+            store, order = stores[number % 2], random.Random(number).sample(keys, len(keys))
             barrier.wait(10)
             for start in range(0, len(keys), 8):
-                wins.extend(one for one in subject.store.claim_many(order[start : start + 8], 60.0) if one.token)
+                wins.extend(one for one in store.claim_many(order[start : start + 8], 60.0) if one.token)
 
         _run_threads([lambda number=number: contend(number) for number in range(6)])  # type: ignore[misc]
         assert sorted(won.key for won in wins) == sorted(keys)
 
     def test_histories_of_concurrent_callers_are_linearizable(self, subject: StoreUnderTest, examples: int) -> None:
         """Some order of overlapping calls explains all results."""
+        another = subject.another() if subject.another else None
         for seed in range(examples // 10 + 1):
             subject.empty()
-            history = contended(subject.store, seed)
+            history = contended(subject.store, seed, another)
             assert len(history) > 200
             assert all(event.answer is not None for event in history)
             for key in "abc":
@@ -405,11 +412,17 @@ def _after_lost(state: _State, event: StoreCall) -> list[_State]:
     return _after(state, event._replace(answer=True))
 
 
-def contended(store: Any, seed: int) -> list[StoreCall]:
+def contended(store: Any, seed: int, another: Any = None) -> list[StoreCall]:
     """Make random calls for three keys in five threads. Return their history.
 
     Some leases end at once.
+
+    Args:
+        store: The store.
+        seed: The seed of the calls.
+        another: A second store on the same records, which two of the threads use, or None.
     """
+    stores = [store, store if another is None else another]
     history: list[StoreCall] = []
 
     def call(method: Callable[..., list[Any]], *arguments: Any, **options: Any) -> list[Any] | None:
@@ -419,7 +432,7 @@ def contended(store: Any, seed: int) -> list[StoreCall]:
             return None
 
     def contend(number: int) -> None:
-        rng = random.Random(seed * 100 + number)
+        store, rng = stores[number % 2], random.Random(seed * 100 + number)
         mine: list[Claim] = []
         for _ in range(50):
             begun = time.perf_counter()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -115,19 +115,27 @@ def quick(engine: Engine) -> Engine:
 
 
 def sqlite(directory: Path) -> Subject:
-    store = SQLiteStore(directory / "store.db", retention=RETENTION)
+    def opened() -> SQLiteStore:
+        return stack.enter_context(closing(SQLiteStore(directory / "store.db", retention=RETENTION)))
+
+    stack = ExitStack()
+    store = opened()
     store.claim_many(["x"], 1.0)
     subject = Records(create_engine(f"sqlite:///{directory / 'store.db'}", poolclass=NullPool)).subject(store)
-    subject.stack.callback(store.close)
+    subject.stack, subject.another = stack, opened
     return subject
 
 
 def sqlalchemy(engine: Engine) -> Subject:
-    store = SQLAlchemyStore(engine, retention=RETENTION, timeout=30)
+    def opened() -> SQLAlchemyStore:
+        return stack.enter_context(closing(SQLAlchemyStore(engine, retention=RETENTION, timeout=30)))
+
+    stack = ExitStack()
+    stack.callback(engine.dispose)
+    store = opened()
     store.create_table()
     subject = Records(engine).subject(store)
-    subject.stack.callback(engine.dispose)
-    subject.stack.callback(store.close)
+    subject.stack, subject.another = stack, opened
     return subject
 
 
@@ -137,11 +145,18 @@ def sqlalchemy_sqlite(directory: Path) -> Subject:
 
 def sqlalchemy_async(url: str, records: Engine) -> Subject:
     """Return an asyncio store on another engine for the table of ``records``."""
-    blocking = StoreOnThread(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION, timeout=30))
+
+    def opened() -> StoreOnThread:
+        made = StoreOnThread(lambda: AsyncSQLAlchemyStore(create_async_engine(url), retention=RETENTION, timeout=30))
+        stack.callback(lambda: made.end(made.store._engine.dispose()))
+        return made
+
+    stack = ExitStack()
+    stack.callback(records.dispose)
+    blocking = opened()
     blocking.run(blocking.store.create_table())
     subject = Records(records).subject(blocking)
-    subject.stack.callback(records.dispose)
-    subject.stack.callback(lambda: blocking.end(blocking.store._engine.dispose()))
+    subject.stack, subject.another = stack, opened
     return subject
 
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
-from reliable_mq.stores import Claim, ClaimStatus
+from reliable_mq.stores import Claim, ClaimStatus, MemoryStore
 from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.testing import store_contract
-from reliable_mq.testing.store_contract import StoreCall, StoreContract, StoreOnThread, explain
+from reliable_mq.testing.store_contract import (
+    RETENTION,
+    StoreCall,
+    StoreContract,
+    StoreOnThread,
+    StoreUnderTest,
+    explain,
+)
 from tests.properties import scaled
 from tests.stores import subjects
 from tests.stores.subjects import Subject
@@ -47,6 +56,41 @@ def test_a_store_that_hangs_does_not_keep_pytest_from_ending(monkeypatch: pytest
     answers.set()
     hanging.join(20)
     assert hanging.daemon
+
+
+class LockedStore:
+    """A store that reads the shared records and writes them back, under a lock that others do not share."""
+
+    def __init__(self, records: list[MemoryStore]) -> None:
+        self._records, self._lock = records, threading.Lock()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            with self._lock:
+                read, changed = self._records[0], MemoryStore(retention=RETENTION)
+                changed._claimed, changed._settled = read._claimed.copy(), read._settled.copy()
+                changed._tokens = read._tokens
+                time.sleep(0.001)
+                answer = getattr(changed, name)(*arguments, **options)
+                self._records[0] = changed
+                return answer
+
+        return call
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_store_whose_lock_is_of_one_process_is_found(shared: bool) -> None:
+    records = [MemoryStore(retention=RETENTION)]
+    subject = StoreUnderTest(LockedStore(records), age=lambda _: None, empty=lambda: None)
+    if shared:
+        subject.another = lambda: LockedStore(records)
+
+    for test in (
+        StoreContract().test_of_many_threads_one_wins_each_key,
+        lambda subject: StoreContract().test_histories_of_concurrent_callers_are_linearizable(subject, 1),
+    ):
+        with pytest.raises(AssertionError) if shared else nullcontext():
+            test(subject)
 
 
 def test_a_thread_ends_though_its_store_cannot_be_closed() -> None:
