@@ -19,7 +19,7 @@ from reliable_mq.core.outbox import RowOutcome, RowSettlement
 from reliable_mq.outbox import SQLAlchemyOutbox
 from reliable_mq.outbox.sqlalchemy_table import database_time
 from reliable_mq.testing.outbox_contract import OutboxContract, OutboxUnderTest
-from tests.outbox.row_leases_contract import RowLeasesContract, TableOutbox, store, take
+from tests.outbox.row_leases_contract import LEASE, RowLeasesContract, TableOutbox, store, take
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -204,11 +204,12 @@ class TestOutbox(OutboxContract):
         return 10 * soak_seeds()
 
     @pytest.fixture
-    def subject(self, table: TableOutbox) -> OutboxUnderTest:
+    def subject(self, table: TableOutbox) -> Iterator[OutboxUnderTest]:
         """Time passes in the table, because the server has the clock."""
 
         def empty() -> None:
             with table.engine.begin() as connection:
                 connection.execute(delete(table.outbox.table))
 
-        return OutboxUnderTest(table.outbox, table.age, empty)
+        with contextlib.closing(SQLAlchemyOutbox(table.engine, lease=LEASE)) as another:
+            yield OutboxUnderTest(table.outbox, table.age, empty, lambda: another, LEASE)

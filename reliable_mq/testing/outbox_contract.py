@@ -48,11 +48,18 @@ class OutboxUnderTest:
         age: A function that makes a number of seconds pass. It advances the outbox's clock, or moves the times of its
             rows into the past.
         empty: A function that deletes all rows.
+        another: A function that returns a second outbox on the same rows, as another process would create it. The
+            fixture closes it. Without it, no test checks that rows are stored when ``write`` returns, or that relays of
+            two processes take different rows.
+        lease: The seconds after which another relay may take the rows of a relay that died, or None if they are free
+            when its process ends. Without it, no test checks that leases last and end.
     """
 
     outbox: Outbox
     age: Callable[[float], object]
     empty: Callable[[], object]
+    another: Callable[[], Outbox] | None = None
+    lease: float | None = None
 
 
 class OutboxContract:
@@ -149,13 +156,39 @@ class OutboxContract:
     def test_a_relay_that_ends_leaves_its_rows_to_the_next(self, subject: OutboxUnderTest) -> None:
         """The next relay gets the rows at once, marked as possible duplicates."""
         _store(subject.outbox, "a", "b")
-        ending, other = subject.outbox.claims(), subject.outbox.claims()
+        ending, other = subject.outbox.claims(), _another(subject).claims()
         assert len(_take(ending)) == 2
         ending.keep()
         assert _take(other) == []
         ending.close()
         assert [(row.message.body, row.possible_duplicate) for row in _take(other)] == [(b"a", True), (b"b", True)]
         other.close()
+
+    def test_rows_of_a_dead_relay_are_free_after_its_lease(self, subject: OutboxUnderTest) -> None:
+        """While the relay lived, it kept its lease."""
+        if subject.lease is None:
+            return
+        _store(subject.outbox, "a", "b")
+        dead, other = subject.outbox.claims(), _another(subject).claims()
+        assert len(_take(dead)) == 2
+        subject.age(0.6 * subject.lease)
+        dead.keep()
+        subject.age(0.6 * subject.lease)
+        assert _take(other) == []
+        subject.age(0.6 * subject.lease)
+        assert [(row.message.body, row.possible_duplicate) for row in _take(other)] == [(b"a", True), (b"b", True)]
+        other.close()
+
+    def test_what_is_written_is_seen_by_another_process(self, subject: OutboxUnderTest) -> None:
+        """A process that dies after a write has stored its messages and outcomes."""
+        if subject.another is None:
+            return
+        another = subject.another()
+        _store(subject.outbox, "a", "b")
+        assert another.backlog()[0] == 2
+        with contextlib.closing(subject.outbox.claims()) as leases:
+            _settle(subject.outbox, leases, RowSettlement(_take(leases)[0], RowOutcome.CONFIRMED))
+            assert another.backlog()[0] == 1
 
     def test_stored_rows_outlive_a_close(self, subject: OutboxUnderTest) -> None:
         """The next call opens the outbox again."""
@@ -205,6 +238,11 @@ class OutboxContract:
             model.finish()
 
         run()
+
+
+def _another(subject: OutboxUnderTest) -> Outbox:
+    """Return the outbox of another process, or the only one."""
+    return subject.another() if subject.another else subject.outbox
 
 
 def _store(outbox: Outbox, *bodies: str, key: str | None = None) -> list[str]:

@@ -73,8 +73,8 @@ class StoreUnderTest:
         rewrite: A function that gives the record of a key the format of a newer version, or None for a store that does
             not outlive its process.
         another: A function that returns a second store on the same records, as another process would create it. The
-            fixture closes it. None for a store of one process. Without it, a lock of one process passes for the
-            atomicity of the records.
+            fixture closes it. Without it, no test checks that calls of two processes are atomic: a store with a lock of
+            its own passes.
     """
 
     store: Any
