@@ -167,6 +167,19 @@ def test_a_purge_does_not_wait_for_rows_that_others_have(two_stores: tuple[SQLAl
     assert left == ["a", "over-7"]
 
 
+def test_a_thousand_keys_lock_no_other_row(two_stores: tuple[SQLAlchemyStore, Engine]) -> None:
+    """MariaDB looks up the rows of the table in a list of so many keys."""
+    store, other = two_stores
+    held, *claims = store.claim_many([f"key-{number:04}" for number in range(1300)], LEASE)
+    with other.connect() as holding:
+        holding.execute(text(f"SELECT * FROM reliable_mq_claims WHERE claim_key = '{held.key}' FOR UPDATE"))
+        assert all(store.release_many(claims[:1000], failed=True))
+        again = store.claim_many([claim.key for claim in claims[:1000]], LEASE)
+        assert {(claim.status, claim.attempts) for claim in again} == {(ClaimStatus.NEW, 1)}
+        assert all(store.reset_many([claim.key for claim in again]))
+        assert all(store.complete_many(again))
+
+
 def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
     two_stores: tuple[SQLAlchemyStore, Engine],
 ) -> None:

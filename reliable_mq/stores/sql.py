@@ -46,6 +46,7 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 _ROWS_PER_PURGE: Final = 500
+_KEYS_PER_LIST: Final = 512
 _TABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,47}\.)?[A-Za-z_][A-Za-z0-9_]{0,47}")
 
 
@@ -196,11 +197,12 @@ class MySQL(Dialect):
             f"({old}.state = 1 AND ({old}.lease_ends <= {token} OR {old}.holder = {holder})))"
         )
         ours = f"{old}.holder = {holder}"
-        keys = {f"k{number}": key for number, key in enumerate(holders)}
-        numbers = {f"n{number}": holder for number, holder in enumerate(holders.values())}
+        among, keys = _among(list(holders))
+        # A repeated row finds its own holder, and changes nothing more.
+        numbers = {f"n{number}": holders[key] for number, key in enumerate(keys.values())}
         rows_given = ", ".join(
             f"(:k{number}, {FORMAT}, 1, {self._now}, :n{number}, 0, {self._now} + :lease, {self._now} + :kept)"
-            for number in range(len(holders))
+            for number in range(len(keys))
         )
         yield Query(
             f"INSERT INTO {self.table} (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
@@ -214,10 +216,9 @@ class MySQL(Dialect):
             f"expires = IF({ours}, {expires}, {old}.expires)",
             {**keys, **numbers, "lease": lease, "kept": lease + retention},
         )
-        names = ", ".join(f":{name}" for name in keys)
         rows = yield Query(
             f"SELECT claim_key, format, state, expires > {self._now}, token, holder, attempts FROM {self.table} "
-            f"WHERE claim_key IN ({names})",
+            f"WHERE ({among})",
             keys,
         )
         granted: dict[str, ClaimAnswer] = {}
@@ -230,33 +231,33 @@ class MySQL(Dialect):
         return _with_others(holders, granted, others)
 
     def _settle(self, held: Sequence[Held], states: str, change: str, retention: int, now: int) -> Steps[set[Held]]:
-        names, keys = _named([key for key, _ in held])
+        among, keys = _among([key for key, _ in held])
         rows = yield Query(
-            f"SELECT claim_key, token FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} "
+            f"SELECT claim_key, token FROM {self._by_key} WHERE ({among}) AND format = {FORMAT} "
             f"AND state IN ({states}) AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
             keys,
         )
         taken = {(key, token) for key, token in rows} & set(held)
         if taken:
-            names, keys = _named(sorted(key for key, _ in taken))
+            among, keys = _among(sorted(key for key, _ in taken))
             yield Query(
                 f"UPDATE {self._by_key} SET {change}, expires = GREATEST(expires, {self._now} + :retention) "
-                f"WHERE claim_key IN ({names})",
+                f"WHERE ({among})",
                 {**keys, "retention": retention},
             )
         return taken
 
     def reset(self, keys: Sequence[str], *, now: int) -> Steps[set[str]]:
-        names, parameters = _named(keys)
+        among, parameters = _among(keys)
         rows = yield Query(
-            f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND format = {FORMAT} AND state < 2 "
+            f"SELECT claim_key FROM {self._by_key} WHERE ({among}) AND format = {FORMAT} AND state < 2 "
             f"AND attempts > 0 AND expires > {self._now} ORDER BY claim_key FOR UPDATE",
             parameters,
         )
         found = [key for (key,) in rows]
         if found:
-            names, parameters = _named(found)
-            yield Query(f"UPDATE {self._by_key} SET attempts = 0 WHERE claim_key IN ({names})", parameters)
+            among, parameters = _among(found)
+            yield Query(f"UPDATE {self._by_key} SET attempts = 0 WHERE ({among})", parameters)
         return set(found)
 
     def purge(self, limit: int, *, now: int) -> Steps[int]:
@@ -269,25 +270,24 @@ class MySQL(Dialect):
         locking = "FOR UPDATE" if self._is_mariadb and self._older_than(10, 6) else "FOR UPDATE SKIP LOCKED"
         expired = f"expires <= {self._now} AND format = {FORMAT}"
         rows = yield Query(  # twice as many as wanted, because others may have locked the first ones
-            f"SELECT claim_key FROM {self.table} WHERE {expired} ORDER BY expires LIMIT {2 * limit}", {}
+            f"SELECT claim_key FROM {self.table} WHERE {expired} ORDER BY expires LIMIT :most", {"most": 2 * limit}
         )
         if not rows:
             return 0
-        names, keys = _named([key for (key,) in rows])
+        among, keys = _among([key for (key,) in rows])
         rows = yield Query(
-            f"SELECT claim_key FROM {self._by_key} WHERE claim_key IN ({names}) AND {expired} "
-            f"LIMIT {int(limit)} {locking}",
-            keys,
+            f"SELECT claim_key FROM {self._by_key} WHERE ({among}) AND {expired} LIMIT :most {locking}",
+            {**keys, "most": limit},
         )
         if rows:
-            names, keys = _named([key for (key,) in rows])
+            among, keys = _among([key for (key,) in rows])
             # The two databases have different hints, and each ignores the hint of the other.
             delete = (
                 f"DELETE {self.table} FROM {self._by_key}"
                 if self._is_mariadb
                 else f"DELETE /*+ INDEX({self.table.rpartition('.')[2]} PRIMARY) */ FROM {self.table}"
             )
-            yield Query(f"{delete} WHERE claim_key IN ({names})", keys)
+            yield Query(f"{delete} WHERE ({among})", keys)
         return len(rows)
 
     def _find_version(self) -> Steps[None]:
@@ -301,10 +301,18 @@ class MySQL(Dialect):
         return tuple(map(int, re.findall(r"\d+", self._version)[:3])) < version
 
 
-def _named(keys: Sequence[str]) -> tuple[str, dict[str, object]]:
-    """Return parameter names for keys, and the parameters with these names."""
-    parameters: dict[str, object] = {f"k{number}": key for number, key in enumerate(keys)}
-    return ", ".join(f":{name}" for name in parameters), parameters
+def _among(keys: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return a condition that is true for keys, and its parameters.
+
+    The last key is repeated up to the next power of two. So calls of any size have few different texts, which caches
+    keep: the engine's has 500 entries for all statements of the user. From 1000 keys on in one list, MariaDB would look
+    up the rows of the table in the list, and lock all of them.
+    """
+    padding = (1 << (len(keys) - 1).bit_length()) - len(keys)
+    parameters = {f"k{number}": key for number, key in enumerate([*keys, *[keys[-1]] * padding])}
+    names = [f":{name}" for name in parameters]
+    lists = (names[start : start + _KEYS_PER_LIST] for start in range(0, len(names), _KEYS_PER_LIST))
+    return " OR ".join(f"claim_key IN ({', '.join(some)})" for some in lists), parameters
 
 
 class SQLite(Dialect):
