@@ -43,6 +43,7 @@ __all__ = [
     "cancellable",
     "error_code",
     "is_in_memory",
+    "is_of_read_only_server",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
     "refuse_shared_connection",
@@ -74,6 +75,14 @@ def error_code(error: Exception) -> str | int | None:
         return number
     code = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)
     return code if isinstance(code, str) else None
+
+
+def is_of_read_only_server(error: BaseException) -> bool:
+    """Return whether a server is read-only, because it may have become a replica.
+
+    A new connection may reach the primary.
+    """
+    return isinstance(error, DBAPIError) and error_code(error) in _READ_ONLY
 
 
 def is_in_memory(engine: Engine | AsyncEngine) -> bool:
@@ -140,14 +149,14 @@ def transaction_at(connection: Connection, level: str | None) -> Iterator[None]:
 
     Args:
         connection: A connection from a pool that is in no transaction. It does not return there if its server is
-            read-only, because that may have become a replica, and a new connection may reach the primary.
+            read-only.
         level: The isolation level, which may be AUTOCOMMIT; None for the engine's level.
     """
     try:
         with _at_level(connection, level), connection.begin():
             yield
     except DBAPIError as error:
-        if error_code(error) in _READ_ONLY:
+        if is_of_read_only_server(error):
             connection.invalidate(error)
         raise
 

@@ -6,10 +6,9 @@ Invariants:
 
 - the statements of a call are executed once, and again at once if their connection broke (for example after a restart
   of the server) or a conflict with other transactions rolled them back;
-- a call ends within the timeout, with its result or an error;
 - a handler's transaction is committed only together with the record that its deliveries are done, and only while the
   handler still has their claims;
-- a handler's transaction begins and ends within the timeout;
+- a call, and the beginning and the end of a handler's transaction, take at most the timeout each;
 - the asyncio store never blocks the event loop.
 """
 
@@ -37,6 +36,7 @@ from reliable_mq._util.sqlalchemy import (
     cancellable,
     error_code,
     is_in_memory,
+    is_of_read_only_server,
     refuse_autocommit,
     refuse_connection_in_autocommit,
     refuse_shared_connection,
@@ -370,8 +370,8 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             yield session
             with self._in_time(connection):
                 self._commit_in(session, transaction, connection, inbox_claims)
-        except BaseException:
-            self._roll_back(session, connection)
+        except BaseException as error:
+            self._roll_back(session, connection, error)
             raise
         _mark(inbox_claims, CommitStatus.DONE)
         session.close()
@@ -436,10 +436,10 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
                 raise self._failed(error if handle is None else late) from error
             raise
 
-    def _roll_back(self, session: Session, connection: Connection) -> None:
+    def _roll_back(self, session: Session, connection: Connection, reason: BaseException) -> None:
         try:
             with self._in_time(connection):
-                session.close()
+                (session.invalidate if is_of_read_only_server(reason) else session.close)()
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
             with suppress(Exception):
                 session.invalidate()  # does not wait for the server, which then rolls back
@@ -505,8 +505,8 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         session, transaction, connection = await self._begin_in_time()
         try:
             yield session
-        except BaseException:
-            await self._roll_back_in_time(session)
+        except BaseException as error:
+            await self._roll_back_in_time(session, error)
             raise
         await self._in_time(self._commit(session, transaction, connection, inbox_claims))
         _mark(inbox_claims, CommitStatus.DONE)
@@ -522,9 +522,9 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         beginning = asyncio.ensure_future(self._begin())
         try:
             return await self._in_time(beginning)
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as error:
             if beginning.done() and not beginning.cancelled() and beginning.exception() is None:
-                await self._roll_back_in_time(beginning.result()[0])  # it began at the moment of the cancellation
+                await self._roll_back_in_time(beginning.result()[0], error)  # it began at the cancellation
             raise
         except (ConfigurationError, IdempotencyStoreError):
             raise
@@ -535,8 +535,8 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         session = AsyncSession(self._engine) if self._session is None else self._session()
         try:
             return session, *(await session.run_sync(self._begin_in, CancelHandle()))
-        except BaseException:
-            await self._roll_back(session)
+        except BaseException as error:
+            await self._roll_back(session, error)
             raise
 
     async def _commit(
@@ -548,20 +548,20 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
     ) -> None:
         try:
             await session.run_sync(self._commit_in, transaction, connection, inbox_claims)
-        except BaseException:  # rolled back here, because no other task may use the session after a timeout
-            await self._roll_back(session)
+        except BaseException as error:  # rolled back here: no other task may use the session after a timeout
+            await self._roll_back(session, error)
             raise
         await session.close()
 
-    async def _roll_back_in_time(self, session: AsyncSession) -> None:
+    async def _roll_back_in_time(self, session: AsyncSession, reason: BaseException) -> None:
         try:
-            await self._in_time(self._roll_back(session))
+            await self._in_time(self._roll_back(session, reason))
         except IdempotencyStoreError as error:
             self._log_failed_rollback(error)
 
-    async def _roll_back(self, session: AsyncSession) -> None:
+    async def _roll_back(self, session: AsyncSession, reason: BaseException) -> None:
         try:
-            await session.close()
+            await (session.invalidate() if is_of_read_only_server(reason) else session.close())
         except Exception as error:  # noqa: BLE001 -- whatever the driver raises; the handler's own error matters more
             self._log_failed_rollback(error)
 

@@ -16,7 +16,7 @@ import pytest
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 from sqlalchemy.pool import QueuePool, SingletonThreadPool, StaticPool
 
 from reliable_mq import ConfigurationError, IdempotencyStoreError, UsageError
@@ -25,6 +25,18 @@ from reliable_mq.core.idempotency import CommitStatus, InboxClaim
 from reliable_mq.stores import AsyncSQLAlchemyStore, Claim, ClaimStatus, SQLAlchemyStore
 from reliable_mq.testing.waiting import until
 from tests.core.deliveries import delivery
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Effect(Base):
+    """The row of a handler."""
+
+    __tablename__ = "effects"
+    id: Mapped[str] = mapped_column(primary_key=True)
+
 
 INSERT = text("INSERT INTO effects (id) VALUES (:id)")
 
@@ -100,6 +112,74 @@ def test_an_error_in_a_transaction_is_the_databases_own(store: SQLAlchemyStore, 
     assert commit_of(one) is CommitStatus.NONE
     assert effects(path) == []
     assert store.release_many([claim_of(one)], failed=True) == [True]
+
+
+class ReadOnlyError(sqlite3.OperationalError):
+    """An error of PostgreSQL after its server has become a replica."""
+
+    sqlstate = "25006"
+
+
+def refuse_effects(engine: Engine, error: type[sqlite3.Error]) -> list[object]:
+    """Let the engine's statements that insert effects fail; return its new connections."""
+    opened: list[object] = []
+
+    def execute(_cursor: object, statement: str, *_: object) -> None:
+        if "effects" in statement:
+            raise error("cannot execute INSERT in a read-only transaction")
+
+    event.listen(engine, "do_execute", execute)
+    event.listen(engine, "connect", lambda connection, _: opened.append(connection))
+    return opened
+
+
+@pytest.mark.parametrize("error", [ReadOnlyError, sqlite3.OperationalError])
+@pytest.mark.parametrize("by", ["statement", "savepoint", "flush"])
+def test_a_handlers_connection_to_a_read_only_server_is_dropped(
+    store: SQLAlchemyStore, engine: Engine, by: str, error: type[sqlite3.Error]
+) -> None:
+    """A new one may reach the primary. Those that failed for other reasons stay."""
+    one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+    opened = refuse_effects(engine, error)
+
+    def handle() -> None:
+        with one.transaction() as session:
+            if by == "flush":
+                session.add(Effect(id="a"))
+            elif by == "savepoint":
+                with session.begin_nested():
+                    session.execute(INSERT, {"id": "a"})
+            else:
+                session.execute(INSERT, {"id": "a"})
+
+    with pytest.raises(OperationalError):
+        handle()
+    assert store.complete_many([claim_of(one)]) == [True]
+    assert len(opened) == (error is ReadOnlyError)
+
+
+@pytest.mark.parametrize("error", [ReadOnlyError, sqlite3.OperationalError])
+@pytest.mark.parametrize("by", ["statement", "flush"])
+def test_on_a_loop_a_connection_to_a_read_only_server_is_dropped(
+    path: Path, by: str, error: type[sqlite3.Error]
+) -> None:
+    async def scenario(store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        one = held((await store.claim_many(["a"], 60.0))[0], store.transaction)
+        opened = refuse_effects(engine.sync_engine, error)
+
+        async def handle() -> None:
+            async with one.transaction() as session:
+                if by == "flush":
+                    session.add(Effect(id="a"))
+                else:
+                    await session.execute(INSERT, {"id": "a"})
+
+        with pytest.raises(OperationalError):
+            await handle()
+        assert await store.complete_many([claim_of(one)]) == [True]
+        assert len(opened) == (error is ReadOnlyError)
+
+    on_a_loop(path, scenario)
 
 
 def claim_of(one: Delivery) -> Claim:
