@@ -112,7 +112,9 @@ class Source:
         return False
 
     def remember(self, queue: str) -> None:
-        """Add a queue that was opened by name to the list."""
+        """Add a queue that was opened by name to the list, if users may name queues."""
+        if not self.any_queue:
+            return
         with self._lock:
             self._opened[queue] = None
             while len(self._opened) > _REMEMBERED:

@@ -480,6 +480,23 @@ def test_a_queue_that_has_gone_is_forgotten(page: Page, broker: MemoryBroker, mo
         assert "orders.dead" not in browser.get("/?part=list").text
 
 
+def test_a_queue_that_is_no_longer_named_is_closed(
+    page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a user has opened it before."""
+    monkeypatch.setattr("reliable_mq.web.letters._NAMES_KEPT", 0.0)
+    broker.add("orders.dead", letter(1))
+    broker.add("mail.dead", letter(2))
+    names = ["orders.dead", "mail.dead"]
+    browser = page(lambda: names, allow_changes=True)
+    assert "id-2" in browser.get("/letters?queue=mail.dead").text
+    names.remove("mail.dead")
+    assert browser.get("/letters?queue=mail.dead").status_code == 404
+    purge = {"queue": "mail.dead", "choice": "", "go": "purge", "name": "mail.dead"}
+    assert browser.post("/purge", data=purge).status_code == 404
+    assert "mail.dead" not in browser.get("/").text
+
+
 def test_an_empty_queue_is_good_news(page: Page, broker: MemoryBroker) -> None:
     broker.queues["orders.dead"] = []
     assert "No dead letters." in plain(page().get("/letters?queue=orders.dead").text)
