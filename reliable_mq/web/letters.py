@@ -282,6 +282,7 @@ class QueueReading:
         self._kept = 0
         self._extra: Letter | None = None
         self._by_fingerprint: dict[str, Letter] = {}
+        self._repeated: dict[str, list[Letter]] = {}  # the letters that are equal to one of those in every byte
 
     def add(self, message: DeadMessage) -> None:
         """Add the next letter. Called only during the reading."""
@@ -291,11 +292,12 @@ class QueueReading:
         self.not_kept += not keep
         letter = Letter(message, keep=keep)
         self.letters.append(letter)
-        self._by_fingerprint.setdefault(letter.fingerprint, letter)
+        if self._by_fingerprint.setdefault(letter.fingerprint, letter) is not letter:
+            self._repeated.setdefault(letter.fingerprint, []).append(letter)
         self.total = max(self.total, len(self.letters))
 
     def find(self, fingerprint: str) -> Letter | None:
-        """Return the letter with a fingerprint, or None if there is none."""
+        """Return the first letter with a fingerprint, or None if there is none."""
         return self._by_fingerprint.get(fingerprint)
 
     def keep(self, message: DeadMessage) -> None:
@@ -312,8 +314,9 @@ class QueueReading:
         if chosen.everything:
             return self.letters
         if chosen.fingerprints and len(chosen.fingerprints) < len(self.letters):
-            found = (self._by_fingerprint.get(each) for each in chosen.fingerprints)
-            there = sorted((letter for letter in found if letter is not None), key=lambda letter: letter.position)
+            there = [self._by_fingerprint[each] for each in chosen.fingerprints & self._by_fingerprint.keys()]
+            there += [letter for each in chosen.fingerprints for letter in self._repeated.get(each, ())]
+            there.sort(key=lambda letter: letter.position)
             return [letter for letter in there if chosen.matches(letter, now)]
         return [letter for letter in self.letters if chosen.matches(letter, now)]
 

@@ -122,12 +122,15 @@ def test_selected_letters_that_are_gone_are_counted(page: Page) -> None:
 
 
 def test_messages_that_are_equal_in_every_byte_go_together(page: Page, broker: MemoryBroker) -> None:
-    """They have one fingerprint, so one of them cannot be selected alone."""
+    """They have one fingerprint, so one of them cannot be selected alone. The forms count them all."""
     twin = letter(1)
     broker.add(QUEUE, twin, letter(2), twin)
     broker.queues["orders"] = []
     browser = page(allow_changes=True)
-    form = {"queue": QUEUE, "choice": f"letter={first_letter(browser)}", "go": "replay"}
+    form = {"queue": QUEUE, "choice": f"letter={first_letter(browser)}"}
+    for path in ("/replay", "/purge"):
+        assert "2 letters in the last reading: 1 selected letter" in plain(browser.post(path, data=form).text)
+    form["go"] = "replay"
     assert "Replayed 2" in ended(browser, browser.post("/replay", data=form))
     assert broker.bodies(QUEUE) == [b'{"order":2}']
 
