@@ -408,7 +408,8 @@ class Pages:
     def _letter_view(
         self, reading: QueueReading, letter: Letter, message: DeadMessage, choice: Choice, form: str
     ) -> dict[str, Any]:
-        matching = _matching(reading, choice)
+        # Letters that are equal in every byte have one page, at the place of the first.
+        matching = [each for each in _matching(reading, choice) if reading.find(each.fingerprint) is each]
         places = {each.position: place for place, each in enumerate(matching)}
         place = places.get(letter.position)
         properties = rows_of_properties(message)

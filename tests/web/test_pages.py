@@ -276,6 +276,26 @@ def test_a_letter_is_shown_in_full(page: Page, broker: MemoryBroker) -> None:
     assert body.headers["content-disposition"].startswith("attachment; filename=")
 
 
+def test_next_and_previous_lead_through_all_letters(page: Page, broker: MemoryBroker) -> None:
+    """Those that are equal in every byte share one page."""
+    broker.add("orders.dead", *map(letter, (1, 1, 2, 1, 3, 2)))
+    browser = page()
+
+    def walk(address: str, relation: str) -> list[str]:
+        found: list[str] = []
+        while address and len(found) < 6:
+            html = browser.get(address).text
+            found += re.findall(r"<h1>([^<]*)</h1>", html)
+            link = re.search(f'rel="{relation}" href="([^"]*)"', html)
+            address = "" if link is None else unescape(link[1])
+        return found
+
+    ids = re.findall(r'name="letter" value="([0-9a-f]{32})"', browser.get("/letters?queue=orders.dead").text)
+    first, last = (f"/letter?queue=orders.dead&id={ids[place]}" for place in (0, 4))
+    assert walk(first, "next") == ["id-1", "id-2", "id-3"]
+    assert walk(last, "prev") == ["id-3", "id-2", "id-1"]
+
+
 def test_a_letter_that_is_gone_is_said_so(page: Page, broker: MemoryBroker) -> None:
     broker.add("orders.dead", letter(1))
     answer = page().get("/letter?queue=orders.dead&id=0")
