@@ -45,6 +45,8 @@ _ALL_GROUPS: Final = 500
 _LARGEST_FORM: Final = 1024 * 1024  # bytes
 _READ_WITHIN: Final = 1.0  # seconds for which a page waits for a reading before it shows the progress
 _LETTER_WITHIN: Final = 60.0  # seconds for which a page waits for a letter whose content is not kept
+_NOT_READ: Final = "The letter has not been read yet, because operations on this queue go on."
+_GONE: Final = "This letter is not in the queue: it was replayed or deleted."
 _EDIT_ELSEWHERE: Final = (
     "Download its body, correct it, and replay the letter in Python: DeadLetterQueue.replay(body=…)."
 )
@@ -136,14 +138,12 @@ class Pages:
     async def letter(self, request: Request) -> Response:
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
-        reading, letter = self._find(queue, fields.get("id"))
         form = fields.get("as")
         choice = Choice.of(fields, "queue", "id", "as")
-        if letter is None or reading is None:
-            return self._gone(request, queue)
-        message = await self._message(request, queue, letter)
-        if isinstance(message, Response):
-            return message
+        opened = await self._open(request, queue, fields.get("id"))
+        if isinstance(opened, str):
+            return self._not_opened(request, queue, opened)
+        reading, letter, message = opened
         view = await run_in_threadpool(self._letter_view, reading, letter, message, choice, form)
         return self._page(
             request, "letter.html", title=message.message_id or "Letter", queue=queue, choice=choice, **view
@@ -153,12 +153,10 @@ class Pages:
         """Return the body of a letter as a file."""
         fields = Fields(request.url.query)
         queue = await self._queue(fields)
-        _, letter = self._find(queue, fields.get("id"))
-        if letter is None:
-            return self._gone(request, queue)
-        message = await self._message(request, queue, letter)
-        if isinstance(message, Response):
-            return message
+        opened = await self._open(request, queue, fields.get("id"))
+        if isinstance(opened, str):
+            return self._not_opened(request, queue, opened)
+        _, letter, message = opened
         name = f"{_file_name(queue)}-{letter.fingerprint[:8]}.bin"
         return Response(message.body, media_type="application/octet-stream", headers=_attachment(name))
 
@@ -226,27 +224,27 @@ class Pages:
             raise HTTPException(403, "Letters are replayed as they are: editing is not allowed here.")
         fields = await _form(request) if request.method == "POST" else Fields(request.url.query)
         queue = await self._queue(fields)
-        _, letter = self._find(queue, fields.get("id"))
-        if letter is None:
-            return self._gone(request, queue)
-        message = await self._message(request, queue, letter)
-        if isinstance(message, Response):
-            return message
-        problem = edit_problem(message.body)
-        if problem:
-            raise HTTPException(409, f"This letter cannot be edited in the page: {problem}. {_EDIT_ELSEWHERE}")
+        typed: bytes | None = None
         if request.method == "POST":
             given = fields.all("body")
             if not given:
                 raise ConfigurationError("body is missing: that of the copy, which may be empty")
             # A form sends CR LF for every line end. This loses nothing, because a body with a CR cannot be edited.
-            body = given[-1].replace("\r\n", "\n").encode("utf-8", "surrogateescape")
-            choice = Choice.of_pairs([("letter", letter.fingerprint)])
-            options = ReplayOptions(body=body, limit=1)
-            return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
-        return self._page(
-            request, "edit.html", title="Edit and replay", queue=queue, letter=letter, body=message.body.decode()
-        )
+            typed = given[-1].replace("\r\n", "\n").encode("utf-8", "surrogateescape")
+        opened = await self._open(request, queue, fields.get("id"))
+        if isinstance(opened, str):
+            if typed is None or edit_problem(typed):
+                return self._not_opened(request, queue, opened)
+            return self._edit_form(request, queue, fields.get("id"), "", typed, opened or _GONE, 503 if opened else 404)
+        _, letter, message = opened
+        problem = edit_problem(message.body)
+        if problem:
+            raise HTTPException(409, f"This letter cannot be edited in the page: {problem}. {_EDIT_ELSEWHERE}")
+        if typed is None:
+            return self._edit_form(request, queue, letter.fingerprint, message.message_id or "", message.body)
+        choice = Choice.of_pairs([("letter", letter.fingerprint)])
+        options = ReplayOptions(body=typed, limit=1)
+        return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
 
     async def export(self, request: Request) -> Response:
         fields = await _form(request)
@@ -330,23 +328,43 @@ class Pages:
         status = 400 if wrong else 200
         return self._page(request, template, status, queue=queue, choice=choice, count=count, wrong=wrong, **values)
 
-    async def _message(self, request: Request, queue: str, letter: Letter) -> DeadMessage | Response:
-        """Return the complete letter, read again if it is not kept, or an error page."""
-        message = letter.message()
-        if message is not None:
-            return message
-        job = self._operations.read_letter(queue, letter.fingerprint, request.state.user)
-        await run_in_threadpool(job.wait, _LETTER_WITHIN)
-        message = letter.message()
-        if message is not None:
-            return message
-        if job.error or not job.is_over:
-            text = job.error or "The letter has not been read yet, because operations on this queue go on."
-            return self._page(request, "error.html", 503, title=queue, text=text, queue=queue)
-        return self._gone(request, queue)
+    async def _open(
+        self, request: Request, queue: str, fingerprint: str
+    ) -> tuple[QueueReading, Letter, DeadMessage] | str:
+        """Return a complete letter and its reading. Read again what is not kept.
 
-    def _gone(self, request: Request, queue: str) -> Response:
+        If there is no such letter, return an empty text, or else why it could not be read.
+        """
+        reading = self._operations.reading(queue)
+        if reading is None:
+            job = self._operations.read(queue, request.state.user)
+            await run_in_threadpool(job.wait, _LETTER_WITHIN)
+            reading = self._operations.reading(queue)
+            if reading is None:
+                return job.error or _NOT_READ
+        letter = reading.find(fingerprint)
+        if letter is None:
+            return ""
+        message = letter.message()
+        if message is None:
+            job = self._operations.read_letter(queue, fingerprint, request.state.user)
+            await run_in_threadpool(job.wait, _LETTER_WITHIN)
+            message = letter.message()
+            if message is None:
+                # A letter that was found is not kept if an operation has dropped the reading.
+                return job.error or (_NOT_READ if job.count or not job.is_over else "")
+        return reading, letter, message
+
+    def _not_opened(self, request: Request, queue: str, problem: str) -> Response:
+        if problem:
+            return self._page(request, "error.html", 503, title=queue, text=problem, queue=queue)
         return self._page(request, "gone.html", 404, title="Letter", queue=queue)
+
+    def _edit_form(
+        self, request: Request, queue: str, fingerprint: str, name: str, body: bytes, wrong: str = "", status: int = 200
+    ) -> Response:
+        values = {"queue": queue, "id": fingerprint, "name": name, "body": body.decode(), "wrong": wrong}
+        return self._page(request, "edit.html", status, title="Edit and replay", **values)
 
     async def _queue(self, fields: Fields) -> str:
         """Return the queue that the fields name, if the page may open it."""
@@ -355,10 +373,6 @@ class Pages:
         if not is_text(queue) or not await run_in_threadpool(self._source.allows, queue):
             raise HTTPException(404, f"This page shows no queue “{queue}”.")
         return queue
-
-    def _find(self, queue: str, fingerprint: str) -> tuple[QueueReading | None, Letter | None]:
-        reading = self._operations.reading(queue)
-        return reading, None if reading is None else reading.find(fingerprint)
 
     def _job(self, fields: Fields) -> Job:
         job = self._operations.jobs.get(fields.get("id"))

@@ -286,6 +286,48 @@ def test_an_edit_publishes_the_body_of_its_form_and_needs_one(page: Page, broker
 
 
 @pytest.mark.usefixtures("letters")
+def test_an_edit_finds_its_letter_after_the_queue_changed(page: Page, broker: MemoryBroker) -> None:
+    """The change drops the reading. Links to the letter lead on, too."""
+    browser = page(allow_changes=True, allow_editing=True)
+    ids = ids_of(browser)
+    for number, path in enumerate(("/letter", "/body", "/edit")):
+        other = {"queue": QUEUE, "choice": f"letter={ids[number + 1]}", "go": "replay"}
+        ended(browser, browser.post("/replay", data=other))
+        assert browser.get(f"{path}?queue={QUEUE}&id={ids[0]}").status_code == 200
+    ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": f"letter={ids[4]}", "go": "replay"}))
+    form = {"queue": QUEUE, "id": ids[0], "body": "mended"}
+    assert "Replayed 1" in ended(browser, browser.post("/edit", data=form))
+    assert broker.bodies("orders")[-1] == b"mended"
+    assert browser.get(f"/letter?queue={QUEUE}&id={ids[0]}").status_code == 404
+
+
+@pytest.mark.usefixtures("letters")
+def test_an_edit_that_fails_keeps_its_text(page: Page, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another operation goes on, the broker is away, or the letter is gone."""
+    monkeypatch.setattr("reliable_mq.web.pages._LETTER_WITHIN", 0.01)
+    browser = page(allow_changes=True, allow_editing=True)
+    ids = ids_of(browser)
+    form = {"queue": QUEUE, "id": ids[0], "body": "mended\r\n&"}
+
+    def told(text: str, status: int = 503) -> bool:
+        answer = browser.post("/edit", data=form)
+        assert ">\nmended\n&amp;</textarea>" in answer.text
+        assert f'name="id" value="{ids[0]}"' in answer.text
+        return (answer.status_code, text in plain(answer.text)) == (status, True)
+
+    ended(browser, browser.post("/replay", data={"queue": QUEUE, "choice": f"letter={ids[1]}", "go": "replay"}))
+    broker.reading.clear()
+    assert told("has not been read yet")
+    broker.away = True
+    broker.reading.set()
+    wait_until(lambda: told("no host could be reached"), timeout=20, what="the error")
+    broker.away = False
+    broker.queues[QUEUE].clear()
+    wait_until(lambda: told("This letter is not in the queue", 404), timeout=20, what="the end of the letter")
+    assert b"mended\n&" not in broker.bodies("orders")
+
+
+@pytest.mark.usefixtures("letters")
 def test_a_body_that_a_form_would_change_cannot_be_edited(page: Page, broker: MemoryBroker) -> None:
     """The page says why, and what to do. The content of the two largest is not kept, and read again."""
     broker.queues[QUEUE].clear()
