@@ -79,6 +79,7 @@ class RateLimit:
 #: The number of dead letters that are taken, published and acked together.
 BATCH: Final = 200
 _FAILURES_KEPT: Final = 1000
+_FAILED_BYTES: Final = 32 * 1024 * 1024  # properties and bodies of failed messages, after which no more are kept
 _GRACE: Final = 5.0  # seconds to wait for outstanding confirms when a run is interrupted
 _TOO_LATE: Final = (PublishBlocked, PublishUnconfirmed)
 _NOTICED: Final = 60.0  # seconds for RabbitMQ to notice that a connection is dead, after two heartbeats, and to requeue
@@ -109,7 +110,8 @@ class ReplayReport:
             connection. Each may be at its target twice.
         already_published: The number of messages that this run published before a channel was lost, and acked later.
         failed: The number of messages that could not be published. They are still in the dead-letter queue.
-        failures: The first thousand failed messages, each with its error.
+        failures: The first failed messages, each with its error: at most a thousand, and none after their content
+            reaches 32 MiB.
     """
 
     examined: int = 0
@@ -187,6 +189,7 @@ class Replay:
         self._unacked: Counter[str] = Counter()  # messages with an id that this run published, perhaps not acked
         self._in_doubt = 0  # messages without an id that this run published, perhaps not acked
         self._failed: Counter[str] = Counter()  # messages that this run could not publish
+        self._failed_bytes = 0  # of those in the report
         self._passed: Counter[str] = Counter()  # failed messages from before the channel was lost, to be read again
 
     def run(self) -> ReplayReport:
@@ -366,7 +369,8 @@ class Replay:
     def _fail(self, message: DeadMessage, error: ReliableMQError) -> None:
         self._failed[message.fingerprint] += 1
         self.report.failed += 1
-        if len(self.report.failures) < _FAILURES_KEPT:
+        if len(self.report.failures) < _FAILURES_KEPT and self._failed_bytes < _FAILED_BYTES:
+            self._failed_bytes += len(message.properties) + len(message.body)
             self.report.failures.append((message, error))
 
     def _reset(self, messages: list[DeadMessage]) -> None:

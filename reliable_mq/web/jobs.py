@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -59,6 +59,7 @@ class Job:
         options: The same options as form fields, to repeat the operation.
         done, total: The number of messages read so far, and in total.
         count: The number of messages deleted or written.
+        failures: The message id and the error of the first letters that failed.
         file: The file of a finished export.
         error: The reason for a failure.
         stopped_by: The user who stopped the operation, empty if none did.
@@ -77,6 +78,7 @@ class Job:
         self.ended: datetime | None = None
         self.done = self.total = self.count = 0
         self.report: ReplayReport | None = None
+        self.failures: Sequence[tuple[str, str]] = ()
         self.file: BinaryIO | None = None
         self.error = ""
         self.stop = threading.Event()

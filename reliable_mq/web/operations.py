@@ -40,13 +40,12 @@ if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadLetterQueue
     from reliable_mq.stores.protocol import ResettableStore
 
-__all__ = ["FAILURES_KEPT", "AuditLog", "Operations", "ReplayOptions"]
+__all__ = ["AuditLog", "Operations", "ReplayOptions"]
 
 logger = get_logger(__name__)
 _audit_logger = get_logger("reliable_mq.web.audit")
 
-#: The maximum number of failures, with their letters, that a finished replay keeps.
-FAILURES_KEPT: Final = 50
+_FAILURES_KEPT: Final = 50
 _ENTRIES_SHOWN: Final = 200
 _ENTRIES_TAIL: Final = 256 * 1024  # bytes at the end of a file that are read for these entries
 _READINGS: Final = 8  # the readings that are kept
@@ -244,6 +243,14 @@ class Operations:
         report = ReplayReport()
         job.details, job.options, job.report = options.details, options.pairs, report
 
+        def note_failures() -> None:
+            first = report.failures[:_FAILURES_KEPT]
+            job.failures = [((message.message_id or "without id")[:80], str(error)[:500]) for message, error in first]
+
+        def progress(done: int, total: int) -> None:
+            note_failures()
+            job.progress(done, total)
+
         def work(job: Job) -> None:
             try:
                 with self._source.open(queue) as dead:
@@ -257,12 +264,13 @@ class Operations:
                         idempotency=self._store,
                         idempotency_namespace=self._namespace,
                         body=options.body,
-                        progress=job.progress,
+                        progress=progress,
                         stop=job.stop,
                         report=report,
                     )
             finally:
-                del report.failures[FAILURES_KEPT:]
+                note_failures()
+                report.failures.clear()
 
         return self.jobs.begin(job, work if options.dry_run else self._audited(work))
 

@@ -28,7 +28,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQ
 from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
 from reliable_mq.web.content import FORMS, body_as, edit_problem, rows_of_headers, rows_of_properties, visible
 from reliable_mq.web.jobs import Job, JobState
-from reliable_mq.web.operations import FAILURES_KEPT, AuditLog, Operations, ReplayOptions
+from reliable_mq.web.operations import AuditLog, Operations, ReplayOptions
 
 if TYPE_CHECKING:
     from starlette.types import Receive, Scope, Send
@@ -81,7 +81,6 @@ class Pages:
         self._templates.globals.update(
             htmx=_HTMX,
             integrity=_HTMX_INTEGRITY,
-            shown_failures=FAILURES_KEPT,
             batch=BATCH,
             ago=ago,
             exactly=exactly,

@@ -10,12 +10,13 @@ import typer
 from rich.console import Console
 
 from reliable_mq import Message
-from reliable_mq.cli.dlq import chosen
+from reliable_mq.cli.dlq import _tell, chosen
 from reliable_mq.cli.dlq.render import age, details, listing, summary
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
-from reliable_mq.deadletters import DeadMessage, Filter
+from reliable_mq.deadletters import DeadMessage, Filter, ReplayReport
+from reliable_mq.errors import ConsumeError, ReliableMQError
 
 NOW = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
@@ -53,6 +54,12 @@ def test_what_is_not_understood_is_refused_by_its_option() -> None:
         chosen(None, None, None, None, None, None, "1 month")
     with pytest.raises(typer.BadParameter, match="--header"):
         chosen(None, None, None, None, ["=x"], None, None)
+
+
+def test_failures_that_a_report_does_not_hold_are_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    failures: list[tuple[DeadMessage, ReliableMQError]] = [(letter(b""), ConsumeError("its origin is unknown"))]
+    _tell(ReplayReport(failed=5, failures=failures), dry_run=True)
+    assert "its origin is unknown\nand 4 more\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,10 @@ class FakeChannel:
 
     doubtful = 0
 
-    def __init__(self, count: int, *, lost_at: int = 0, has_ids: bool = True) -> None:
+    def __init__(self, count: int, *, lost_at: int = 0, has_ids: bool = True, body: bytes = b"") -> None:
         self.left = self._count = count
         self._has_ids = has_ids
+        self._body = body
         self.acked = 0
         self._lost_at = lost_at
         self._redelivered = False
@@ -38,9 +39,9 @@ class FakeChannel:
         self.left = self._count if self._next == 1 else 0
         taken = []
         for tag in range(self._next, self._next + most):
-            message = Message(b"", message_id=f"id-{tag}")
+            message = Message(self._body, message_id=f"id-{tag}")
             properties = encode_properties(message) if self._has_ids else b"\0\0"
-            delivery = Delivery("", tag, self._redelivered, "", "orders.dead", properties, b"")
+            delivery = Delivery("", tag, self._redelivered, "", "orders.dead", properties, self._body)
             delivery.came_from(ChannelGeneration(1, 1, "orders.dead"))
             taken.append(delivery)
         self._next += most
@@ -187,6 +188,13 @@ def test_a_failed_replay_is_not_tried_again_after_channel_loss() -> None:
 def test_a_dry_run_counts_each_letter_once_after_channel_loss() -> None:
     report = replay(FakeChannel(1000, lost_at=200), None, 300, Target("", "orders"))
     assert (report.replayed, report.failed) == (300, 0)
+
+
+@pytest.mark.parametrize(("size", "count", "kept"), [(1_000_000, 100, 34), (40_000_000, 2, 1)])
+def test_failures_of_a_bounded_size_are_kept(size: int, count: int, kept: int) -> None:
+    """All are counted, and at least one has its error in the report."""
+    report = replay(FakeChannel(count, body=bytes(size)), None, count, None)
+    assert (report.failed, len(report.failures)) == (count, kept)
 
 
 def test_the_dead_letters_are_numbered_from_1() -> None:

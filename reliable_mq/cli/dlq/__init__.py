@@ -394,10 +394,11 @@ def import_(
 
 
 def _tell(report: ReplayReport, *, dry_run: bool) -> None:
-    for message, error in report.failures[:_SHOWN]:
+    told = report.failures[:_SHOWN]
+    for message, error in told:
         say(f"{message.position}, {escaped(message.message_id or 'without id', 64)}: {escaped(error, 500)}")
-    if report.failed > _SHOWN:
-        say(f"and {report.failed - _SHOWN:,} more")
+    if report.failed > len(told):
+        say(f"and {report.failed - len(told):,} more")
     done = "would be replayed" if dry_run else "replayed"
     text = f"{report.replayed:,} of {report.examined:,} {done}"
     if report.failed:
