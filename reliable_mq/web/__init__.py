@@ -58,7 +58,7 @@ class DeadLetterApp:
         any_queue: True to let users open any queue by its name, whether it holds dead letters or not.
         allow_changes: True to let users replay and purge dead letters.
         allow_editing: True to let users change the body of a letter that they replay. Requires ``allow_changes``.
-        token: A secret of at least 16 characters.
+        token: A secret of at least 16 characters. Surrounding whitespace is ignored.
         user: A function that takes a Starlette ``Request`` and returns a name for the audit log, or None to refuse the
             request. Any other value also refuses it. The function must not be a coroutine function.
         allowed_hosts: The host names of the page, besides ``localhost`` and the loopback addresses. Requests for any

@@ -71,6 +71,7 @@ class Guard:
     def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, user: UserOf | None) -> None:
         if isinstance(hosts, str):
             raise ConfigurationError(f"allowed_hosts must be a collection: write [{hosts!r}]")
+        token = None if token is None else token.strip()
         if token is not None and len(token) < SHORTEST_TOKEN:
             raise ConfigurationError(
                 f"token has {len(token)} characters, but needs at least {SHORTEST_TOKEN}: "

@@ -154,6 +154,14 @@ def test_a_cookie_from_behind_a_tls_proxy_needs_tls(page: Page) -> None:
     assert "Secure" in signed_in.headers["set-cookie"].split("; ")
 
 
+def test_a_line_end_behind_the_token_is_not_a_part_of_it(page: Page) -> None:
+    """It may be the content of a file. What a user sends has no surrounding spaces."""
+    browser = page(token=f"{TOKEN}\n")
+    assert browser.post("/sign-in", data={"token": TOKEN}, follow_redirects=False).status_code == 303
+    with pytest.raises(ConfigurationError, match="token has 15 characters, but needs at least 16"):
+        page(token="x" * 15 + "\n")
+
+
 def test_a_program_sends_the_token(page: Page) -> None:
     browser = page(token=TOKEN)
     assert "id-1" in browser.get("/letters?queue=orders.dead", headers={"Authorization": f"Bearer {TOKEN}"}).text
