@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import secrets
 import threading
 import time
@@ -45,6 +46,7 @@ _COOKIE: Final = "reliable_mq_dead_letters"
 _SESSION: Final = 12 * 3600.0  # seconds
 _SESSIONS: Final = 1000
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
+_HOST_AND_PORT: Final = re.compile(r"(?:\[([^\[\]]*)\]|([^:\[\]]*))(?::[0-9]*)?")
 _PROXIED: Final = ("forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip", "via")
 _OPEN: Final = ("/sign-in", "/static/")  # paths that need no user
 _SECURITY: Final = {
@@ -84,7 +86,7 @@ class Guard:
         if is_coroutine_function(user):
             raise ConfigurationError("user must be a plain function: a coroutine function is not awaited")
         self._app = app
-        self._hosts = {_host(host) for host in (*_LOOPBACK, *hosts)}
+        self._hosts = {_host(host) for host in (*_LOOPBACK, *hosts)} - {""}
         self._token = None if token is None else _digest(token)
         self._user = user
         self._lock = threading.Lock()
@@ -209,11 +211,12 @@ def _digest(text: str) -> bytes:
 
 
 def _host(text: str) -> str:
-    """Return the host of ``host``, ``host:port`` or ``[address]:port`` in lower case."""
+    """Return the host of ``host``, ``host:port`` or ``[address]:port`` in lower case, or "" if it is invalid."""
     text = text.strip().lower().removesuffix(".")
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text if text.count(":") > 1 else text.partition(":")[0].removesuffix(".")
+    if text.count(":") > 1 and not text.startswith("["):
+        return text
+    found = _HOST_AND_PORT.fullmatch(text)
+    return "" if found is None else (found[1] or found[2] or "").removesuffix(".")
 
 
 def _host_and_port(origin: str) -> str:

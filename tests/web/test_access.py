@@ -46,11 +46,15 @@ def _letters(broker: MemoryBroker) -> None:
         ("localhost.evil.example", 421),
         ("127.0.0.1.evil.example", 421),
         ("", 421),
+        ("[::1", 421),
+        ("[::1]x", 421),
+        ("localhost:[", 421),
+        ("localhost:80@[", 421),
     ],
 )
 def test_only_allowed_hosts_are_served(page: Page, host: str, status: int) -> None:
-    """A name that an attacker resolves to this machine is refused."""
-    assert page(allowed_hosts=["shop.example"]).get("/", headers={"Host": host}).status_code == status
+    """A name that an attacker resolves to this machine is refused, and so is what is no host and port."""
+    assert page(allowed_hosts=["shop.example", "["]).get("/", headers={"Host": host}).status_code == status
 
 
 @pytest.mark.parametrize(
