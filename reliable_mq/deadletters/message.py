@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -149,8 +150,12 @@ class DeadMessage:
 
         It has 32 hexadecimal digits. Messages that are equal in every byte have the same fingerprint.
         """
-        digest = hashlib.sha256(self.properties)
-        digest.update(len(self.properties).to_bytes(8))
+        properties = self.properties
+        if not self.headers:
+            with suppress(CodecError):  # drops an empty header table, as it is dropped with RabbitMQ's counts
+                properties = rewrite_properties(properties, drop_headers=BROKER_COUNTS)
+        digest = hashlib.sha256(properties)
+        digest.update(len(properties).to_bytes(8))
         digest.update(self.body)
         return digest.hexdigest()[:32]
 

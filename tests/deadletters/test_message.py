@@ -354,6 +354,21 @@ def test_a_fingerprint_is_that_of_the_content_at_every_delivery() -> None:
     assert len(others) == 3
 
 
+def test_an_empty_header_table_does_not_change_a_fingerprint() -> None:
+    """Some clients send one. It is dropped with the counts that RabbitMQ adds at later deliveries."""
+    once, again, none = (
+        dead(join_properties(segments | {"message_id": short("m")}))
+        for segments in (
+            {"headers": encode_table({})},
+            {"headers": encode_table({"x-delivery-count": 1})},
+            {},
+        )
+    )
+    assert once.fingerprint == again.fingerprint == none.fingerprint
+    assert once.properties != again.properties
+    assert dead(b"\xff").fingerprint != once.fingerprint
+
+
 def test_another_body_keeps_every_property() -> None:
     message = with_headers({"a": 1}).replayed(b"mended")
     assert (message.body, message.message_id, message.headers) == (b"mended", "m", {"a": 1})
