@@ -211,7 +211,10 @@ def _digest(text: str) -> bytes:
 
 
 def _host(text: str) -> str:
-    """Return the host of ``host``, ``host:port`` or ``[address]:port`` in lower case, or "" if it is invalid."""
+    """Return the host of a Host header in lower case, or "" if it is invalid.
+
+    The header is ``host``, ``host:port`` or ``[address]:port``.
+    """
     text = text.strip().lower().removesuffix(".")
     if text.count(":") > 1 and not text.startswith("["):
         return text

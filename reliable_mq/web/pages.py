@@ -330,9 +330,9 @@ class Pages:
     async def _open(
         self, request: Request, queue: str, fingerprint: str
     ) -> tuple[QueueReading, Letter, DeadMessage] | str:
-        """Return a complete letter and its reading. Read again what is not kept.
+        """Return a complete letter and its reading, or why it could not be read.
 
-        If there is no such letter, return an empty text, or else why it could not be read.
+        The text is empty if there is no such letter. If the reading or the content is not kept, it is read again.
         """
         reading = self._operations.reading(queue)
         if reading is None:
