@@ -273,9 +273,12 @@ class _Planner:
         Waits like `missing`, also while only the replica that is read ends before a position. Raises the same errors.
         """
         read = {name: position for name, position in positions.items() if position}
-        return self._once_reached(
-            lambda: [name for name, position in read.items() if self._newest(name, 0, position) < position - 1], timeout
-        )
+
+        def look() -> list[str]:
+            ends = {name: end_of(self._connected(), name, _QUICK).position for name in read}
+            return [name for name, end in ends.items() if self._newest(name, end, read[name]) < read[name] - 1]
+
+        return self._once_reached(look, timeout)
 
     def _once_reached(self, look: Callable[[], list[str]], timeout: float) -> list[str]:
         deadline = time.monotonic() + timeout
@@ -285,6 +288,7 @@ class _Planner:
             except BrokerUnavailable as error:
                 if error.permanent or time.monotonic() >= deadline:
                     raise
+                self.pass_host()
             time.sleep(_AWAY)
 
     def begin_anew(self, names: Iterable[str]) -> None:

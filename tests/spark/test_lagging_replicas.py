@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,7 +14,7 @@ from reliable_mq.spark import stream_reader, stream_source
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
-from reliable_mq.spark.stream_source import StreamBatch, StreamSource
+from reliable_mq.spark.stream_source import StreamBatch, StreamSource, _Planner
 from tests.scripted_streams import Replica, ScriptedChannel
 
 if TYPE_CHECKING:
@@ -115,6 +116,15 @@ def test_a_stream_that_is_left_out_is_recorded_at_once(
     assert caplog.text.count("'old' is in the checkpoint and no longer read") == 1
 
 
+def test_a_restart_looks_at_once_how_far_a_stage_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage may have many partitions."""
+    cluster(monkeypatch, near=Replica((10, 10)))
+    monkeypatch.setattr(stream_source, "_QUICK", 3.0)
+    began = time.monotonic()
+    assert _Planner(options(ONE)).shorter({"events": 10}, 1.0) == []
+    assert time.monotonic() - began < 3.0
+
+
 # -- a node without a replica ------------------------------------------------------------------------------------------
 
 
@@ -139,6 +149,15 @@ def test_a_batch_is_planned_at_a_node_that_has_a_replica(source: StreamSource, m
     assert planned_end(BOTH) == 12
     source.prepareForTriggerAvailableNow()
     assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
+
+
+@pytest.mark.parametrize("near", [(), ((5, 12),)], ids=["no replica", "lagging"])
+def test_a_restart_looks_at_a_node_that_has_a_replica(
+    monkeypatch: pytest.MonkeyPatch, near: tuple[tuple[int, int], ...]
+) -> None:
+    """The query has read further than the replica of the first host, if there is one."""
+    cluster(monkeypatch, near=Replica(*near), far=Replica((12, 12)))
+    assert _Planner(options(BOTH)).shorter({"events": 10}, 1.0) == []
 
 
 def test_a_stream_without_a_replica_at_any_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
