@@ -206,10 +206,12 @@ class _Sink(PicklableByName):
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int | None = None) -> None:  # noqa: N803
         what, written = _written(messages, batchId)
         logger.warning(
-            "%s: aborted after %d messages were confirmed, which stay published; another attempt publishes them "
-            "again with the same ids",
+            "%s: aborted after %d messages were confirmed, which stay published; another %s",
             what,
             sum(message.rows for message in written),
+            "write publishes them again, with the same ids only if the rows have a column message_id"
+            if batchId is None
+            else "attempt publishes them again, with the same ids",
         )
 
 

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.rows import MessageIds
+from reliable_mq.spark.sink import BatchSink, StreamSink, WrittenPartition
 
 ROWS = st.lists(
     st.tuples(st.binary(max_size=4), st.tuples(st.text(max_size=2), st.none() | st.integers())), max_size=30
@@ -80,3 +82,19 @@ def test_an_id_fits_a_message() -> None:
     """An id has at most 255 bytes, even with the longest numbers."""
     ids = MessageIds("01a1ffb6-0ce1-7569-a921-e929dd3f7692/9223372036854775807/2147483647")
     assert max(len(ids.of(b"x")) for _ in range(1000)) < 255
+
+
+@pytest.mark.parametrize(
+    ("sink", "batch_id", "what_follows"),
+    [
+        (BatchSink, None, "another write publishes them again, with the same ids only if the rows have a column"),
+        (StreamSink, 7, "another attempt publishes them again, with the same ids"),
+    ],
+)
+def test_a_warning_says_which_ids_the_next_attempt_has(
+    sink: type[BatchSink | StreamSink], batch_id: int | None, what_follows: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another batch write has other ids, unless the rows have theirs."""
+    writer = sink(WriteOptions(url="amqp://localhost/", routing_key="orders"), ("body",))
+    writer.abort([WrittenPartition(3, 3), None], batch_id)
+    assert f"after 3 messages were confirmed, which stay published; {what_follows}" in caplog.text
