@@ -26,7 +26,7 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, carry_out, is_missing
+from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepRefused, carry_out, is_missing
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.consumer_timeout import consumer_timeout_of
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
@@ -348,7 +348,8 @@ class QueueReader(NullListener):
                 self._missing_since = None  # unknown
             elif self._missing_since is None:
                 self._missing_since = time.monotonic()
-            if not will_retry or isinstance(error, ConfigurationError):
+            became_stream = isinstance(error, ConfigurationError) and isinstance(error.__cause__, StepRefused)
+            if not will_retry or became_stream:
                 self.error = error
             self._changed.notify_all()
 

@@ -568,7 +568,13 @@ class _Planner:
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:
             self.close()
-            self._channel = StreamChannel(from_host(self._settings(), self._passed), name="spark-streams").__enter__()
+            channel = StreamChannel(from_host(self._settings(), self._passed), name="spark-streams")
+            try:
+                self._channel = channel.__enter__()
+            except ConfigurationError as error:
+                if self._ends:  # it was connected: a certificate is being renewed
+                    raise BrokerUnavailable(str(error)) from error
+                raise
             self._watch = EndWatch(self._channel)
         return self._channel
 

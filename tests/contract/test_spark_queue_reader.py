@@ -21,11 +21,15 @@ if TYPE_CHECKING:
     from tests.contract.scripted_broker import ScriptedBroker
 
 
+def unopened_reader(url: str = "amqp://u:p@h/", *, prefetch: int = 1, **given: str) -> QueueReader:
+    options = read_options({"url": url, "queue": "orders", **given}, streaming=True)
+    assert isinstance(options, QueueOptions)
+    return QueueReader(options, "test", PrefetchChoice(prefetch))
+
+
 def opening_reader(broker: ScriptedBroker, *, prefetch: int) -> tuple[QueueReader, threading.Thread]:
     """Return a reader of a queue, and the thread that opens it."""
-    options = read_options({"url": broker.url, "queue": "orders"}, streaming=True)
-    assert isinstance(options, QueueOptions)
-    reader = QueueReader(options, "test", PrefetchChoice(prefetch))
+    reader = unopened_reader(broker.url, prefetch=prefetch)
     opening = threading.Thread(target=reader.open)
     opening.start()
     return reader, opening
@@ -121,9 +125,7 @@ def test_a_queue_made_again_as_a_stream_fails_by_name(broker: ScriptedBroker) ->
 
 def test_an_outage_ends_the_time_of_a_missing_queue() -> None:
     """It is unknown whether the queue is still missing."""
-    options = read_options({"url": "amqp://u:p@h/", "queue": "orders", "missingQueueTimeout": "50ms"}, streaming=True)
-    assert isinstance(options, QueueOptions)
-    reader = QueueReader(options, "test", PrefetchChoice(1))
+    reader = unopened_reader(missingQueueTimeout="50ms")
     missing = TopologyMismatch("no queue", kind="queue", name="orders")
     missing.__cause__ = StepRefused(404, "NOT_FOUND - no queue 'orders' in vhost '/'")
     reader.failed(missing, True)
@@ -132,3 +134,14 @@ def test_an_outage_ends_the_time_of_a_missing_queue() -> None:
         reader.plan(start, most=1, timeout=0.1)
     reader.failed(BrokerUnavailable("refused"), True)
     assert reader.plan(start, most=1, timeout=0.01) == start
+
+
+def test_a_certificate_that_is_being_renewed_ends_nothing() -> None:
+    """Its file may be missing for a moment, or not belong to the key."""
+    reader = unopened_reader()
+    start = QueuePosition.first(["orders"])
+    reader.failed(ConfigurationError("connection.certFile: no such file"), True)
+    assert reader.plan(start, most=1, timeout=0.01) == start
+    reader.failed(ConfigurationError("connection.certFile: no such file"), False)
+    with pytest.raises(ConfigurationError, match="no such file"):
+        reader.plan(start, most=1, timeout=0.01)

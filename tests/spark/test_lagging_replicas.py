@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from reliable_mq.errors import BrokerUnavailable, ConsumeError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark import stream_reader, stream_source
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
@@ -123,6 +123,28 @@ def test_a_restart_looks_at_once_how_far_a_stage_reaches(monkeypatch: pytest.Mon
     began = time.monotonic()
     assert _Planner(options(ONE)).shorter({"events": 10}, 1.0) == []
     assert time.monotonic() - began < 3.0
+
+
+def test_a_certificate_that_is_being_renewed_ends_no_query(
+    source: StreamSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that is missing when a query starts is an error."""
+
+    class WithoutFile(ScriptedChannel):
+        def __enter__(self) -> Self:
+            raise ConfigurationError("connection.certFile: no such file")
+
+    cluster(monkeypatch, near=Replica((12, 12)))
+    with monkeypatch.context() as renewal:
+        renewal.setattr(stream_source, "StreamChannel", WithoutFile)
+        with pytest.raises(ConfigurationError, match="no such file"):
+            source.latestOffset({"events": 10}, ANY)
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
+    source._planner.close()
+    with monkeypatch.context() as renewal:
+        renewal.setattr(stream_source, "StreamChannel", WithoutFile)
+        assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
+    assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
 
 
 # -- a node without a replica ------------------------------------------------------------------------------------------
