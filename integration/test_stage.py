@@ -392,6 +392,21 @@ def test_a_queue_that_is_a_stream_ends_the_relay_by_name(vhost: VirtualHost, bef
         assert "'orders' is a stream, which needs no stage" in str(relay.error)
 
 
+@pytest.mark.parametrize("partitions", [None, 2])
+def test_a_relay_with_fewer_partitions_is_refused(vhost: VirtualHost, partitions: int | None) -> None:
+    """It would move messages again that are at the end of the other partitions."""
+    publish(vhost.url, "orders", 10, type="quorum")
+    with relaying(vhost.url, partitions=4) as relay:
+        assert relay.wait_moved(DEADLINE)
+    further = f"stage-{partitions or 0}"
+    with relaying(vhost.url, partitions=partitions) as relay:
+        assert relay.wait_ended(DEADLINE)
+        assert isinstance(relay.error, ConfigurationError)
+        assert f"stage 'stage' has a partition '{further}', which would not be read" in str(relay.error)
+    with relaying(vhost.url, partitions=partitions, fewer_partitions=True) as relay:
+        assert relay.wait_moved(DEADLINE)
+
+
 def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost) -> None:
     """The second relay waits and moves nothing."""
     publish(vhost.url, "orders", 500, type="quorum")

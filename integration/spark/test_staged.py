@@ -234,7 +234,7 @@ def test_a_query_that_would_read_a_part_of_a_stage_is_refused(vhost: VirtualHost
     relay.start()
     try:
         assert relay.wait_moved(60)
-        with pytest.raises(ConfigurationError, match=r"has a partition 'orders.stage-[02]', which the query would not"):
+        with pytest.raises(ConfigurationError, match=r"has a partition 'orders.stage-[02]', which would not be read"):
             ended(vhost, None, **fewer)
     finally:
         relay.close(10)

@@ -448,7 +448,8 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
     if stream.stream_filter is not None:
         _refuse("streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no header for it")
     names = {option.field: option.name for option in _STAGE}
-    relay = StageOptions(url=stream.url, names=names, **values)
+    lenient = not stream.fail_on_data_loss
+    relay = StageOptions(url=stream.url, fewer_partitions=lenient, names=names, **values)
     return StagedOptions(relay, replace(stream, streams=relay.streams))  # excludes other streams of these names
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.errors import ConfigurationError, ConsumeError, TopologyMismatch
+from reliable_mq.errors import ConsumeError, TopologyMismatch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StagedOptions
 from reliable_mq.spark.queue_source import on_termination
@@ -158,7 +158,6 @@ class StagedSource(StreamSource):
         if self._relay is None and self._relay_options is not None and not self._closed:
             if position is not None:
                 self._check_stage(position, self._relay_options)
-            self._check_partitions(self._relay_options)
             metrics = exporter(self._options.metrics_directory)
             registry = None if metrics is None else metrics.registry
             settings = self._options.connection.settings(self._options.url)
@@ -190,19 +189,6 @@ class StagedSource(StreamSource):
         if shorter and not lenient:
             raise _is_gone(options.stage, shorter)
         self._planner.begin_anew([*gone, *shorter])
-
-    def _check_partitions(self, options: StageOptions) -> None:
-        """Refuse a stage with more partitions, which the query would not read."""
-        further = f"{options.stage}-{options.partitions or 0}"
-        if self._planner.missing([further], _DECLARED):
-            return
-        what = (
-            f"stage {options.stage!r} has a partition {further!r}, which the query would not read: give "
-            "stagePartitions the number of its partitions, as other queries and relays of the stage have it"
-        )
-        if self._options.fail_on_data_loss:
-            raise ConfigurationError(f"{what}, or use a stage of another name if that queue is not a partition")
-        logger.warning("%s; continuing because failOnDataLoss is false", what)
 
     def _close_relay(self) -> None:
         relay, self._relay = self._relay, None

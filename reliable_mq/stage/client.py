@@ -194,6 +194,7 @@ class RelayClient(NullListener):
         """Declare the stage once and later only check it; then consume the lock."""
         options = self._options
         if self.declared_at is None:
+            yield from self._check_partitions()
             try:
                 yield from publisher_setup(options.topology(), server.version_tuple)
             except TopologyMismatch as mismatch:
@@ -212,6 +213,19 @@ class RelayClient(NullListener):
         self._session.shared = self.counts.shared
         yield from carry_out(SetPrefetch(1))
         yield from carry_out(Consume(options.lock, self._new_tag("lock"), exclusive=True))
+
+    def _check_partitions(self) -> SetupGenerator:
+        """Refuse a stage with more partitions, whose ends would not be read."""
+        options = self._options
+        try:
+            yield from carry_out(CheckQueue(options.next_partition))
+        except TopologyMismatch:  # it does not exist
+            return
+        if not options.fewer_partitions:
+            raise ConfigurationError(
+                f"{options.more_partitions}, or use a stage of another name if that queue is not a partition"
+            )
+        logger.warning("%s: %s; continuing all the same", self, options.more_partitions)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Begin an epoch: this relay is now the active one."""

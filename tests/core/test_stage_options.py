@@ -29,6 +29,7 @@ def delivery(raw: bytes, *, routing_key: str = "key") -> RawDelivery:
         ({"stage": 1}, "stage must be a name"),
         ({"stage": "orders"}, "queue and stage are both 'orders'"),
         ({"partitions": 0}, "partitions must be"),
+        ({"fewer_partitions": 1}, "fewer_partitions must be"),
         ({"max_outstanding": 65_536}, "max_outstanding must be"),
         ({"retention": "7 days"}, "retention must be a number with a unit"),
         ({"retention": 7}, "retention must be a number with a unit"),
@@ -48,6 +49,13 @@ def test_a_wrong_option_is_named(wrong: dict[str, Any], text: str) -> None:
 def test_an_error_calls_an_option_as_its_user_does() -> None:
     with pytest.raises(ConfigurationError, match="--retention must be"):
         options(retention="x", names={"retention": "--retention"})
+
+
+@pytest.mark.parametrize(("partitions", "further"), [(None, "orders.stage-0"), (2, "orders.stage-2")])
+def test_a_stage_with_more_partitions_has_the_next_one(partitions: int | None, further: str) -> None:
+    made = options(partitions=partitions, names={"partitions": "--partitions"})
+    assert made.next_partition == further
+    assert f"has a partition '{further}', which would not be read: give --partitions" in made.more_partitions
 
 
 def test_a_plain_stage_is_a_stream_and_a_lock() -> None:

@@ -162,7 +162,6 @@ def move_ready(url: str, relay: LostRelay, monkeypatch: pytest.MonkeyPatch) -> N
     """Let an available-now query move messages by a relay; then it asks in vain for the end of the stage."""
     monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: relay)
     monkeypatch.setattr(staged_source, "time", SimpleNamespace(monotonic=lambda: relay.now))
-    monkeypatch.setattr(StagedSource, "_check_partitions", lambda *_: None)  # it would wait for the broker
     given = {"url": url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
     reader = StagedSource(staged_options(given, streaming=True), ["body"])
     reader.prepareForTriggerAvailableNow()

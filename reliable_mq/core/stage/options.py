@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Final
 from zlib import crc32
 
-from reliable_mq._util.validation import is_text, seconds, whole_number
+from reliable_mq._util.validation import check_flag, is_text, seconds, whole_number
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.errors import ConfigurationError, TopologyMismatch
@@ -61,6 +61,8 @@ class StageOptions:
         queue: The queue to move messages from, classic or quorum. It must exist.
         stage: The stream to move messages into. The relay declares it.
         partitions: The number of partitions of a super stream. None for a plain stream.
+        fewer_partitions: Whether to move messages although the stage has more partitions. Messages that another relay
+            has moved into these may be moved again. If false, such a stage ends the relay with an error.
         key: The value that selects the partition of a message: ``"message_id"``, ``"routing_key"``, or
             ``"header:NAME"``. The partition of a message without it depends on its body.
         retention: The minimum time for which the stage keeps a message: a number with a unit of Y, M, D, h, m or s.
@@ -85,6 +87,7 @@ class StageOptions:
     queue: str
     stage: str
     partitions: int | None = None
+    fewer_partitions: bool = False
     key: str = "message_id"
     retention: str | None = "7D"
     max_bytes: int | None = None
@@ -126,6 +129,7 @@ class StageOptions:
             )
         if not isinstance(self.missing_id, MissingId):
             raise ConfigurationError(f"{self._called('missing_id')} must be a MissingId, not {self.missing_id!r}")
+        check_flag(self._called("fewer_partitions"), self.fewer_partitions)
         seconds(self._called("confirm_timeout"), self.confirm_timeout, positive=True)
         seconds(self._called("missing_queue_timeout"), self.missing_queue_timeout)
         seconds(self._called("new_stage_grace"), self.new_stage_grace)
@@ -136,6 +140,11 @@ class StageOptions:
         if self.partitions is None:
             return (self.stage,)
         return tuple(f"{self.stage}-{number}" for number in range(self.partitions))
+
+    @property
+    def next_partition(self) -> str:
+        """The stream that exists if the stage has more partitions."""
+        return f"{self.stage}-{self.partitions or 0}"
 
     @property
     def lock(self) -> str:
@@ -186,6 +195,15 @@ class StageOptions:
             kind=mismatch.kind,
             name=mismatch.name,
             differences=mismatch.differences,
+        )
+
+    @property
+    def more_partitions(self) -> str:
+        """The text of the error for a stage with more partitions, naming the option."""
+        return (
+            f"stage {self.stage!r} has a partition {self.next_partition!r}, which would not be read: give "
+            f"{self._called('partitions')} the number of its partitions, as other queries and relays of the stage have "
+            "it"
         )
 
     def key_reader(self) -> Callable[[RawDelivery, bytes | None], bytes]:
