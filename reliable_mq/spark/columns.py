@@ -276,8 +276,8 @@ def raw_batch(deliveries: Sequence[RawDelivery], queues: str | Sequence[str]) ->
     )
 
 
-def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows from a batch of `RAW_SCHEMA`."""
+def decode(raw: pa.RecordBatch, names: Sequence[str], *, from_stream: bool = False) -> pa.RecordBatch:
+    """Make rows from a batch of `RAW_SCHEMA`. Outside of a stream, offsets are null."""
     properties: list[Properties] = []
     flags = 0
     if any(name in _READERS for name in names):
@@ -293,7 +293,7 @@ def decode(raw: pa.RecordBatch, names: Sequence[str]) -> pa.RecordBatch:
         types.append(kind)
         if read is None:
             arrays.append(raw.column(name))
-        elif name in _FLAGS and not flags & _FLAGS[name]:  # no message has this property
+        elif (name in _FLAGS and not flags & _FLAGS[name]) or (name == "offset" and not from_stream):
             arrays.append(pa.nulls(raw.num_rows, kind))
         else:
             arrays.append(pa.array([_value(read, each) for each in properties], kind))
@@ -304,7 +304,7 @@ def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[
     """Make rows from deliveries. A staged message yields the row of its original."""
     if any(_STAGED in delivery.properties for delivery in deliveries):
         return _staged_batch(deliveries, queue, names)
-    return decode(raw_batch(deliveries, queue), names)
+    return decode(raw_batch(deliveries, queue), names, from_stream=True)
 
 
 def _staged_batch(deliveries: Sequence[RawDelivery], stream: str, names: Sequence[str]) -> pa.RecordBatch:

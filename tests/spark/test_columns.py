@@ -121,6 +121,13 @@ def test_headers_become_text() -> None:
     ]
 
 
+def test_a_message_in_a_queue_has_no_offset() -> None:
+    """A message that was published again from a stream may have a header with its offset there."""
+    one = of(Message(b"", headers={"x-stream-offset": 7, "other": "1"}))
+    (read,) = decode(raw_batch([one], "q"), ["offset", "headers"]).to_pylist()
+    assert read == {"offset": None, "headers": [("other", "1")]}
+
+
 def test_numbers_of_the_broker_are_columns() -> None:
     """The offset in a stream, and the delivery count of a quorum queue."""
     message = Message(b"", headers={"x-stream-offset": 7, "x-delivery-count": 2})
