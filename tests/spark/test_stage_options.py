@@ -52,6 +52,13 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
     assert options.stream.streams == options.relay.streams
 
 
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_part_of_a_stage_is_read_only_by_a_lenient_query(lenient: bool) -> None:
+    relay = staged_options({**GIVEN, "failOnDataLoss": str(not lenient)}, streaming=True).relay
+    assert relay is not None
+    assert relay.fewer_partitions is lenient
+
+
 def test_a_stage_may_start_at_a_time_with_batch_and_task_sizes() -> None:
     """A starting time replaces the default start."""
     more = {"startingTimestamp": "1700000000000", "minMessagesPerTrigger": "5", "maxRecordsPerPartition": "100"}
