@@ -169,7 +169,7 @@ ALERTS: Final = (
         severity="critical",
         expression=_grew("reliable_mq_consumer_rejected_total"),
         summary=f"About {{{{ $value | humanize }}}} messages were rejected: {_CONSUMER}",
-        description="Their queue has a dead-letter exchange, which keeps them, or the broker has dropped them.",
+        description="Their stream or a dead-letter exchange keeps them, or the broker has dropped them.",
     ),
     Alert(
         name="ReliableMQDeadLetters",
