@@ -15,7 +15,7 @@ from reliable_mq import (
     Queue,
     RetryPolicy,
 )
-from reliable_mq.codec import encode_ack, encode_nack
+from reliable_mq.codec import encode_ack, encode_nack, encode_table
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Skipped, SkipReason
@@ -559,13 +559,10 @@ def test_a_single_active_consumer_suspects_after_many_returns(count: int, suspec
     assert bool(deliver(session, [back(count)])) != suspect
 
 
-def test_what_cannot_be_moved_is_handed_out_where_it_is() -> None:
-    """Its headers would change, or the user may not write there."""
+def test_what_may_not_be_moved_is_handed_out_where_it_is() -> None:
+    """The user may not write there."""
     session = make(quarantine=True)
-    broken = delivery(redelivered=True, headers={"x-delivery-count": 5}, app_id=b"")
-    broken.complete(properties=b"\x00")
-    assert deliver(session, [broken]) == [broken]
-    republish = suspect(session, 2)
+    republish = suspect(session)
     session.published(republish, PublishRefused("no permission", reply_code=403, reply_text="ACCESS_REFUSED"), 0.0)
     session.tick(0.0)
     assert session.take_work() == [republish.delivery]
@@ -632,8 +629,15 @@ def test_quarantine_drops_dead_letters_if_its_queue_does(given: Any) -> None:
     assert queue.arguments_for((4, 3)) == {"x-queue-type": "quorum", "x-delivery-limit": -1}
 
 
-def test_a_suspect_with_broken_headers_is_not_quarantined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_suspect_with_broken_headers_is_dead_lettered() -> None:
+    """It cannot be copied to quarantine, and a handler would be killed again, without end."""
     session = make(quarantine=True)
-    monkeypatch.setattr(session._quarantine, "suspects", lambda _: True)
-    item = delivery(redelivered=True, headers=BROKEN_TABLE)
-    assert deliver(session, [item]) == [item]
+    count = encode_table({"x-delivery-count": 2})[4:]
+    table = count + BROKEN_TABLE[4:]
+    item = delivery(redelivered=True, headers=len(table).to_bytes(4, "big") + table)
+    assert returns(item) == 2
+    assert deliver(session, [item]) == []
+    dead = only_republish(session)
+    assert (dead.delivery, dead.purpose) == (item, RepublishReason.DEAD_LETTER)
+    assert dead.reason == "cannot be moved to quarantine: its properties cannot be copied"
+    assert kinds(session) == [LogEventKind.DEAD_LETTERED]

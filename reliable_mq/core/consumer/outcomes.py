@@ -151,24 +151,24 @@ class OutcomeHandler:
         if error is not None:
             self._settlement.log(LogEventKind.NOT_DECLARED, None, f"{queue.name!r}: {error}")
         for republish in self._settlement.republish.declared(queue.name, ok=error is None):
-            if republish.purpose is not RepublishReason.QUARANTINE or not self.move_to_quarantine(
-                republish.delivery, known=False
-            ):
+            if self._quarantine is not None and republish.purpose is RepublishReason.QUARANTINE:
+                self.move_to_quarantine(republish.delivery, self._quarantine.queue, known=False)
+            else:
                 self._hold_instead(republish, now)
 
-    def move_to_quarantine(self, delivery: Delivery, *, known: bool) -> bool:
-        """Move a delivery to quarantine. Return False if that is not possible.
+    def move_to_quarantine(self, delivery: Delivery, queue: Queue, *, known: bool) -> None:
+        """Move a delivery to quarantine, or dead-letter it if it cannot be copied.
 
         A delivery that is not ``known`` to have been there waits first. Its last consumer is being restarted. Without a
         delay, it would soon kill a third consumer, and leave few or none for its neighbours.
         """
-        quarantine = self._quarantine
         delay = 0.0 if known else min(self._retry.delay(1, self._random) or 0.0, _QUARANTINE_DELAY)
-        if quarantine is None or not self._settlement.republish.quarantine(delivery, quarantine.queue, delay):
-            return False
+        if not self._settlement.republish.quarantine(delivery, queue, delay):
+            # It may kill its consumer, and must not run.
+            self._settlement.dead_letter(delivery, "cannot be moved to quarantine: its properties cannot be copied")
+            return
         when = f", in {delay:g} s" if delay else ""
-        self._settlement.log(LogEventKind.QUARANTINED, delivery, f"{quarantine.queue.name!r}{when}")
-        return True
+        self._settlement.log(LogEventKind.QUARANTINED, delivery, f"{queue.name!r}{when}")
 
     def returned(self, delivery: Delivery, now: float) -> None:
         """Retry a delivery that was returned to quarantine without a result.

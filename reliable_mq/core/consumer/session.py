@@ -508,13 +508,14 @@ class ConsumerSession:
         self._settlement.return_unhandled(deliveries)
 
     def _move_to_quarantine(self, delivery: Delivery, result: AdmissionResult) -> bool:
-        """Move a suspect to quarantine. Return False if it is none, or cannot be moved."""
+        """Move a suspect to quarantine. Return False if it is none."""
         quarantine = self._quarantine
         if quarantine is None or quarantine.has(delivery):
             return False
         if not (result.suspect or quarantine.suspects(delivery)):
             return False
-        return self._outcomes.move_to_quarantine(delivery, known=result.suspect)
+        self._outcomes.move_to_quarantine(delivery, quarantine.queue, known=result.suspect)
+        return True
 
     def _warn(self, overdue: list[Delivery]) -> None:
         self.statistics.overdue += len(overdue)
