@@ -196,11 +196,11 @@ def test_permissions_are_told_without_the_management_api(any_vhost: VirtualHost)
         ("configure", "queue 'orders': may not be declared", "warning"),
         ("read", "queue 'orders': may be consumed", "ok"),
         ("configure", "queue 'mine': may be declared", "ok"),
-        ("read", "queue 'mine': may not be consumed", "warning"),
+        ("read", "queue 'mine': may not be consumed", "problem"),
         (
             "write",
             "the default exchange (amq.default): may not be published to, so queues cannot be addressed by name",
-            "warning",
+            "problem",
         ),
     ]
     assert about(findings, "management API")["status"] == "not checked"

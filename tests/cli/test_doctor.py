@@ -20,8 +20,8 @@ from reliable_mq.cli.doctor.finding import Finding, Status
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
 from reliable_mq.cli.doctor.queues import examine_queues
 from reliable_mq.codec.methods import DeclareQueue
-from reliable_mq.core.channel_setup import ServerInfo
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.core.channel_setup import ServerInfo, StepRefused
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishRefused
 from reliable_mq.monitoring import management
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import Credentials
@@ -137,6 +137,35 @@ def test_a_broker_that_knows_no_queue_types_keeps_no_queue(monkeypatch: pytest.M
         (Status.UNCHECKED, "read"),
     ]
     assert [step.arguments["x-expires"] for step in performed if isinstance(step, DeclareQueue)] == [1]
+
+
+@pytest.mark.parametrize(("queues", "missing"), [([], Status.WARNING), (["orders"], Status.PROBLEM)])
+def test_a_named_queue_must_be_readable_and_writable(
+    monkeypatch: pytest.MonkeyPatch, queues: list[str], missing: Status
+) -> None:
+    """A queue can be used by its name without the permission to declare it."""
+
+    class Forbidding:
+        blocked = None
+
+        def perform(self, _: object) -> None:
+            raise StepRefused(403, "ACCESS_REFUSED")
+
+        def connect(self) -> None: ...
+
+        def publish(self, *_: object, **__: object) -> None:
+            raise PublishRefused("no permission", reply_code=403, reply_text="ACCESS_REFUSED")
+
+        def close(self, _: float) -> None: ...
+
+    monkeypatch.setattr(examine, "AdminChannel", lambda *_, **__: nullcontext(Forbidding()))
+    monkeypatch.setattr(examine, "Publisher", lambda *_, **__: Forbidding())
+    found = examine.examine_permissions("amqp://localhost", parse_url("amqp://localhost"), queues)
+    assert [(each.status, each.check) for each in found] == [
+        (Status.WARNING, "configure"),
+        (missing, "read"),
+        (missing, "write"),
+    ]
 
 
 def test_a_host_whose_name_begins_with_queue_comes_first() -> None:

@@ -162,28 +162,33 @@ def examine_permissions(url: str, settings: ConnectionSettings, queues: Sequence
     not exist is refused, or returned. Nothing is declared, consumed or stored. This covers every authorisation backend,
     unlike the permissions that the management API lists.
 
+    With ``queues``, a missing permission to read or write is a problem: the queues are named because they are used. A
+    queue can be used by its name without the permission to configure it.
+
     Raises:
         BrokerUnavailable: If the connection was lost.
     """
     made_up = f"reliable-mq-doctor-{secrets.token_hex(8)}"
+    needed = Status.PROBLEM if queues else Status.WARNING
     findings = []
     with AdminChannel(settings, name="reliable-mq doctor") as channel:
         for name in queues or [made_up]:
             subject = f"queue {name!r}" if queues else "a queue with a random name"
             hint = "" if queues else " --queue NAME checks the queues that you use."
-            for check, step, done, fix in (
-                ("configure", DeclareQueue(name, arguments=_NO_TYPE), "declared", _GRANT_CONFIGURE),
-                ("read", Consume(name, "doctor", arguments=_NO_PRIORITY), "consumed", _GRANT_READ),
+            declare, consume = DeclareQueue(name, arguments=_NO_TYPE), Consume(name, "doctor", arguments=_NO_PRIORITY)
+            for check, step, done, fix, status in (
+                ("configure", declare, "declared", _GRANT_CONFIGURE, Status.WARNING),
+                ("read", consume, "consumed", _GRANT_READ, needed),
             ):
                 reply = _refusal(channel, step)
                 if reply is not None and reply.code == ReplyCode.ACCESS_REFUSED:
-                    findings.append(_finding(Status.WARNING, check, f"{subject}: may not be {done}", fix + hint))
+                    findings.append(_finding(status, check, f"{subject}: may not be {done}", fix + hint))
                 elif reply is not None and reply.code in _EXPECTED:
                     findings.append(_finding(Status.OK, check, f"{subject}: may be {done}"))
                 else:
                     outcome = "succeeded" if reply is None else f"failed with {reply}"
                     findings.append(_unknown(check, f"an operation that RabbitMQ should refuse {outcome}"))
-    return [*findings, *_write(url, made_up)]
+    return [*findings, *_write(url, made_up, needed)]
 
 
 def _refusal(channel: AdminChannel, step: Step) -> StepRefused | None:
@@ -203,17 +208,17 @@ def _unknown(check: str, why: str) -> Finding:
     return _finding(Status.UNCHECKED, check, f"unknown: {why}", fix)
 
 
-def _write(url: str, nowhere: str) -> list[Finding]:
+def _write(url: str, nowhere: str, needed: Status = Status.WARNING) -> list[Finding]:
     """Publish to a queue that does not exist, twice.
 
-    A broker with an alarm accepts the first publish of a connection.
+    A broker with an alarm accepts the first publish of a connection. ``needed`` is the status without the permission.
     """
     publisher = Publisher(url, name="reliable-mq doctor")
     findings: list[Finding] = []
     try:
         publisher.connect()  # before the time for the broker to return a message begins
         for _ in range(2):
-            findings = [_publish(publisher, nowhere)]
+            findings = [_publish(publisher, nowhere, needed)]
             if findings[0].status is not Status.OK:
                 break
         if publisher.blocked is not None:
@@ -225,7 +230,7 @@ def _write(url: str, nowhere: str) -> list[Finding]:
     return findings
 
 
-def _publish(publisher: Publisher, nowhere: str) -> Finding:
+def _publish(publisher: Publisher, nowhere: str, needed: Status) -> Finding:
     try:
         publisher.publish(Message(b"", persistent=False), routing_key=nowhere, timeout=_PATIENCE)
     except PublishReturned:
@@ -233,7 +238,7 @@ def _publish(publisher: Publisher, nowhere: str) -> Finding:
     except (PublishError, BrokerUnavailable) as error:
         if isinstance(error, PublishRefused) and error.reply_code == ReplyCode.ACCESS_REFUSED:
             text = "the default exchange (amq.default): may not be published to, so queues cannot be addressed by name"
-            return _finding(Status.WARNING, "write", text, _GRANT_WRITE)
+            return _finding(needed, "write", text, _GRANT_WRITE)
         return _unknown("write", str(error))
     return _unknown("write", "a message to a queue that does not exist was neither refused nor returned")
 
