@@ -3,8 +3,8 @@
 The engine collects signs, and the functions here judge them. The three answers are separate, as their remedies differ:
 
 - Not live: only a new process helps. The event loop stalls or has ended, or the part has given up for good.
-- Not ready: the part works but cannot do its task now. It has no connection or no idempotency store, or is blocked by
-  the broker, paused or stopping.
+- Not ready: the part works but cannot do its task now. It has no connection or no idempotency store, cannot store in
+  its outbox, or is blocked by the broker, paused or stopping.
 - Not progressing: the part has had work for a long time, and none of that work has ended.
 
 Invariants:
@@ -17,9 +17,11 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-__all__ = ["ConsumerSigns", "Health", "OutboxSigns", "PublisherSigns", "Signs", "health_of"]
+__all__ = ["ConsumerSigns", "Health", "OutboxSigns", "PublisherSigns", "Signs", "StoreFailure", "health_of"]
+
+_STORE_FAILURE_LASTS: Final = 30.0  # seconds: three readiness probes of Kubernetes by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,20 @@ class Signs:
     worked_at: float = 0.0  # when some work was last done, or when the first work arrived
 
 
+class StoreFailure(NamedTuple):
+    """An outbox that fails to store messages. Times are as in `Signs`."""
+
+    since: float  # when the first message after the last stored one failed
+    last: float  # when the last message failed
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutboxSigns:
     """The signs of an outbox and its relay."""
 
-    open: bool  # whether messages can be stored
+    open: bool  # whether it was opened
+    store_failing: StoreFailure | None = None  # None if the last message was stored
     relay_over: bool = False  # whether its relay has ended before it was closed
     trouble: str = ""  # why nothing can be relayed now
     trouble_since: float = 0.0
@@ -150,13 +161,26 @@ def _of_publisher(signs: PublisherSigns, now: float) -> list[_Problem]:
 def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_Problem]:
     if not outbox.open:
         return [_Problem("its outbox is not open", signs.changed_at)]
-    problems: list[_Problem] = []
+    problems = [] if outbox.store_failing is None else _of_store_failure(outbox.store_failing, signs, now)
     if outbox.relay_over:
         problems.append(_Problem("the relay of its outbox has ended", signs.changed_at, live=False))
     if outbox.trouble and now - outbox.trouble_since >= signs.stuck_after:
         text = f"nothing of its outbox can be published: {outbox.trouble}"
         problems.append(_Problem(text, outbox.trouble_since, ready=True, progressing=False))
     return problems
+
+
+def _of_store_failure(failure: StoreFailure, signs: PublisherSigns, now: float) -> list[_Problem]:
+    """Find the problem of an outbox that fails to store messages.
+
+    It ends with the next stored message, or a while after the last failure. A failed message is not tried again, and a
+    publisher that is not ready gets no traffic: only new traffic shows whether the outbox can store messages again.
+    """
+    if now - failure.last >= _STORE_FAILURE_LASTS:
+        return []
+    progressing = now - failure.since < signs.stuck_after
+    text = f"its outbox cannot store messages: {failure.reason}"
+    return [_Problem(text, failure.since, progressing=progressing)]
 
 
 def _of_consumer(signs: ConsumerSigns, now: float) -> list[_Problem]:

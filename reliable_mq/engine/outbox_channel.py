@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq.core.health import OutboxSigns, StoreFailure
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
@@ -115,6 +116,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
         self._unstored: dict[C, None] = {}  # messages without the writer's answer, in order
         self._outbox_closed = False  # or about to be closed
+        self._failing: StoreFailure | None = None  # until a message is stored
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # whether a caller of ``close`` has logged the messages left
         self._calls = DaemonExecutor(f"{options.name}-outbox-call", MAX_HANGING)
@@ -210,6 +212,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         error.may_have_arrived = True
         with self._guard:
             if confirmation.outcome is None:
+                self._note(error)
                 self._fail(confirmation, error)
                 confirmation.settled()
 
@@ -230,6 +233,17 @@ class BaseOutboxChannel(BaseChannel[C]):
         return max(self._window.count, 0)
 
     # For both APIs
+
+    def signs(self) -> OutboxSigns:
+        """Return the signs of health. Does not block. Thread-safe."""
+        error, since = self.relay.trouble
+        return OutboxSigns(
+            open=True,
+            store_failing=self._failing,
+            relay_over=self.relay.ended,
+            trouble="" if error is None else str(error),
+            trouble_since=since,
+        )
 
     def flush(self, timeout: float) -> Steps[int]:
         """Wait until every message in the outbox is published or set aside.
@@ -360,6 +374,7 @@ class BaseOutboxChannel(BaseChannel[C]):
     def _settle(self, confirmations: Sequence[C], error: OutboxError | None) -> None:
         """Settle messages that the writer has stored or failed to store."""
         with self._guard:
+            self._note(error)
             size = 0
             for confirmation in confirmations:
                 self._unstored.pop(confirmation, None)
@@ -385,6 +400,14 @@ class BaseOutboxChannel(BaseChannel[C]):
 
     def _end_trace(self, trace: SendTrace, confirmation: C) -> None:
         self._call_outside(partial(trace.settled, confirmation, time.time_ns()))
+
+    def _note(self, error: OutboxError | None) -> None:
+        """Note whether messages were stored, for `signs`."""
+        if error is None:
+            self._failing = None
+        else:
+            now, failing = time.monotonic(), self._failing
+            self._failing = StoreFailure(now if failing is None else failing.since, now, str(error))
 
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)

@@ -173,13 +173,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
 
     def _outbox_signs(self) -> OutboxSigns:
         channel = self._outbox_channel
-        if channel is None:
-            return OutboxSigns(open=False)
-        relay = channel.relay
-        error, since = relay.trouble
-        return OutboxSigns(
-            open=True, relay_over=relay.ended, trouble="" if error is None else str(error), trouble_since=since
-        )
+        return OutboxSigns(open=False) if channel is None else channel.signs()
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else "connected" if self.connected else "not connected"

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reliable_mq import AsyncPublisher, KillSwitch, Message, Publisher, RetryPolicy
-from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, OutboxError
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from reliable_mq.core.outbox import NewRow, RowSettlement
     from reliable_mq.health import Health
     from reliable_mq.stores import Claim
     from tests.contract.scripted_broker import ScriptedBroker
@@ -177,6 +178,56 @@ def test_with_an_outbox_a_publisher_is_ready_without_a_broker(
         broker.script = lambda published: published.channel.ack(published.number)
         del broker.refusals["Connection.Open"]
         publisher.flush(30)
+
+
+def test_a_publisher_is_not_ready_while_its_outbox_stores_nothing(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+) -> None:
+    class Full(SQLiteOutbox):
+        full = True
+
+        def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
+            if rows and self.full:
+                raise OutboxError("the disk is full")
+            super().write(rows, settlements)
+
+    outbox = Full(tmp_path / "outbox.db")
+    with new_publisher(outbox=outbox) as publisher:
+        broker.script = lambda published: published.channel.ack(published.number)
+        assert states(inner(publisher).health()) == (True, True, True)
+        for _ in range(2):
+            with pytest.raises(OutboxError):
+                publisher.publish(Message(b"not stored"), routing_key="orders")
+        health = inner(publisher).health()
+        assert states(health) == (True, False, True)
+        assert health.reason == "its outbox cannot store messages: the disk is full"
+        assert states(inner(publisher).health(stuck_after=1e-9)) == (True, False, False)
+        outbox.full = False
+        publisher.publish(Message(b"stored"), routing_key="orders")
+        assert states(inner(publisher).health()) == (True, True, True)
+
+
+def test_a_publisher_whose_outbox_hangs_is_not_ready(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+) -> None:
+    answers = threading.Event()
+
+    class Hanging(SQLiteOutbox):
+        def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
+            answers.wait(30)
+            super().write(rows, settlements)
+
+    with new_publisher(outbox=Hanging(tmp_path / "outbox.db")) as publisher:
+        broker.script = lambda published: published.channel.ack(published.number)
+        try:
+            with pytest.raises(OutboxError, match="hangs"):
+                publisher.publish(Message(b"late"), routing_key="orders", timeout=0.05)
+            health = inner(publisher).health()
+            assert states(health) == (True, False, True)
+            assert "hangs" in health.reason
+        finally:
+            answers.set()
+        wait_health(publisher, lambda health: health.ready)
 
 
 def cause_of_failed_flush(client: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from reliable_mq.core.health import ConsumerSigns, Health, OutboxSigns, PublisherSigns, health_of
+from reliable_mq.core.health import ConsumerSigns, Health, OutboxSigns, PublisherSigns, StoreFailure, health_of
 
 NOW, WALL_CLOCK = 1000.0, 1_800_000_000.0
 PUBLISHER = PublisherSigns(changed_at=900.0, stuck_after=30.0, connected=True, patience=20.0, worked_at=990.0)
@@ -124,6 +124,22 @@ def test_a_relay_in_trouble_for_long_does_not_progress() -> None:
     assert (health.live, health.ready, health.progressing) == (True, True, False)
     assert health.reason == "nothing of its outbox can be published: no host"
     assert judge(replace(PUBLISHER, outbox=replace(trouble, trouble_since=NOW - 29))) == WELL
+
+
+def test_an_outbox_that_cannot_store_is_not_ready() -> None:
+    failing = OutboxSigns(open=True, store_failing=StoreFailure(NOW - 29, NOW - 1, "the disk is full"))
+    health = judge(replace(PUBLISHER, outbox=failing))
+    assert health == Health(True, False, True, WALL_CLOCK - 29, "its outbox cannot store messages: the disk is full")
+    for_long = replace(failing, store_failing=StoreFailure(NOW - 30, NOW - 1, "the disk is full"))
+    assert not judge(replace(PUBLISHER, outbox=for_long)).progressing
+
+
+def test_a_failure_to_store_is_no_longer_known_after_a_while() -> None:
+    """A publisher that is not ready gets no traffic, and only the next message shows whether it can be stored."""
+    failing = OutboxSigns(open=True, store_failing=StoreFailure(NOW - 500, NOW - 29.9, "the disk is full"))
+    assert not judge(replace(PUBLISHER, outbox=failing)).ready
+    over = replace(failing, store_failing=StoreFailure(NOW - 500, NOW - 30, "the disk is full"))
+    assert judge(replace(PUBLISHER, outbox=over)) == WELL
 
 
 def test_all_reasons_are_given_and_the_oldest_counts() -> None:
