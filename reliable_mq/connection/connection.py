@@ -197,16 +197,14 @@ class Connector:
 
     def discard(self, reason: str) -> None:
         """Abort a connection whose channel is in doubt; ``lost`` and a reconnect follow."""
-        if self._state in _ESTABLISHED:
+        loss = ConnectionLoss(None, reason, "connection", by_broker=False)
+        if self._state in (*_ESTABLISHED, *_ATTEMPT):
+            end = partial(self._attempt_discarded, BrokerUnavailable(reason))
+            self._loop.call_soon(partial(self._discarded, loss) if self._state in _ESTABLISHED else end)
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
-            self._loop.call_soon(partial(self._discarded, ConnectionLoss(None, reason, "connection", by_broker=False)))
-        elif self._state in _ATTEMPT:
-            self._enter(ConnectionState.DISCARDED)
-            self._cancel_timer()
-            self._loop.call_soon(partial(self._attempt_discarded, BrokerUnavailable(reason)))
-        elif self._state is ConnectionState.WAITING:  # to open another channel on the link: no loss will follow
-            self._loop.call_soon(self._unblock)
+        elif self._state is ConnectionState.WAITING and self._link is not None:  # to open another channel on the link
+            self._loop.call_soon(partial(self._report_loss, loss))
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:
@@ -407,11 +405,9 @@ class Connector:
         if not connected:
             self._drop_link(str(error))
         wait = self._reconnect_policy.failed(error, time.monotonic(), connected=connected)
-        if self._reconnect_policy.broken is not None:
+        if (cause := self._reconnect_policy.broken) is not None:
             logger.error(
-                "%s: reconnect_wait or reconnect_stop raised; using the default wait",
-                self._name,
-                exc_info=self._reconnect_policy.broken,
+                "%s: reconnect_wait or reconnect_stop raised; using the default wait", self._name, exc_info=cause
             )
         if wait is None:
             self._enter(ConnectionState.GIVEN_UP)
@@ -486,6 +482,8 @@ class Connector:
         if self._live:
             self._live = False
             self._notify(self._client.lost, self._generation, loss)
+        elif self._state in (ConnectionState.WAITING, *_ATTEMPT):  # its channel was lost before
+            self._notify(self._client.disconnected, loss.text)
         if loss.scope == "connection":
             self._unblock()  # after the loss: the client would otherwise write to a connection that is gone
 

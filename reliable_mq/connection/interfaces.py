@@ -189,7 +189,7 @@ class ConnectionListener(ChannelSink, Protocol):
     connection. An exception of a method is logged and counted, and the connection is discarded.
 
     For each generation the order is ``ready``, any events of the channel, and then exactly one ``lost``, also after a
-    close. ``failed`` is only called between two generations.
+    close. ``failed`` and ``disconnected`` are only called between two generations.
     """
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
@@ -203,6 +203,9 @@ class ConnectionListener(ChannelSink, Protocol):
 
         From now on ``write`` does nothing.
         """
+
+    def disconnected(self, reason: str) -> None:
+        """Process the end of a connection whose channel was lost before."""
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
         """Process a failed attempt to connect or to set up.
@@ -238,6 +241,8 @@ class NullListener(ConnectionListener):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None: ...
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None: ...
+
+    def disconnected(self, reason: str) -> None: ...
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None: ...
 

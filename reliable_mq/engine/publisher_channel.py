@@ -389,6 +389,13 @@ class BasePublisherChannel(BaseChannel[P]):
             self._refuse_waiting()
         self._advance()
 
+    def disconnected(self, reason: str) -> None:
+        """Note the end of a connection whose channel was lost before."""
+        self.session.channel_lost(self._generation, None, connection=True, text=reason)
+        with self._guard:
+            self._state_changed()
+            self._refuse_waiting()
+
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
         """Note a failed attempt to connect, and end the channel if it was the last one."""
         with self._guard:

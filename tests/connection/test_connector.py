@@ -175,6 +175,7 @@ class Owner(NullListener):
         self.is_blocked = False
         self.given_up = False
         self.raises = False
+        self.disconnections: list[str] = []
         self.acks = 0
         self.reads = 0
         self.in_ready: Callable[[], object] = lambda: None
@@ -192,6 +193,12 @@ class Owner(NullListener):
         assert not self.calling
         assert generation == self.live
         self.live = 0
+
+    def disconnected(self, reason: str) -> None:
+        assert not self.calling
+        assert not self.live
+        assert not self.given_up
+        self.disconnections.append(reason)
 
     def failed(self, error: ReliableMQError, will_retry: bool) -> None:
         assert not self.calling
@@ -647,6 +654,24 @@ def test_the_next_host_follows_a_connection_lost_between_set_ups() -> None:
         assert machine.state is ConnectionState.PREPARING
         machine.credentials(Credentials("guest", "guest"))
         assert [link.endpoint.host for link in machine.links] == ["one", "two"]
+    finally:
+        machine.teardown()
+
+
+def test_a_connection_lost_between_channels_is_reported() -> None:
+    """The owner knows only of the lost channel."""
+    machine = reached(ConnectionState.READY)
+    try:
+        machine.close_channel(404)
+        assert machine.owner.disconnections == []
+        machine.lose_link(None, which=-1)
+        assert machine.owner.disconnections == ["gone"]
+        machine.pass_time(0.0)
+        machine.proceed(20)
+        machine.close_channel(404)
+        machine.discard()
+        machine.loop.turn()
+        assert machine.owner.disconnections == ["gone", "in doubt"]
     finally:
         machine.teardown()
 

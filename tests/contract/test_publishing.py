@@ -44,6 +44,7 @@ from reliable_mq import (
 )
 from reliable_mq.codec.frames import method_frame
 from reliable_mq.codec.methods import CONNECTION_BLOCKED, CONNECTION_CLOSED
+from reliable_mq.core import reconnect
 from reliable_mq.core.reconnect import MOST_UNANSWERED
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.containers import free_port
@@ -912,6 +913,36 @@ def test_a_channel_that_is_closed_is_no_lost_connection(broker: ScriptedBroker, 
         assert gate.wait(30)
         assert errors(submit(publisher, 50)) == [None] * 50
         assert isinstance(culprit.exception(30), PublishRefused)
+
+
+def test_a_connection_lost_after_its_channel_is_a_lost_one(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After many lost channels, the connection waits before it opens another one."""
+    monkeypatch.setattr(reconnect, "CHANNEL_BURST", 0)
+    monkeypatch.setattr(reconnect, "CHANNEL_REFILL", 0.01)
+    accepted: list[Any] = []
+
+    def refused(publisher: Any) -> bool:
+        try:
+            accepted.append(publisher.submit(Message(b"x"), routing_key=KEY))
+        except PublishDisconnected:
+            return True
+        return False
+
+    with new_publisher(on_disconnected="raise") as publisher:
+        [culprit] = submit(publisher, 1)
+        [published] = broker.wait_published(1)
+        broker.silent = True
+        published.channel.close(406, "PRECONDITION_FAILED - a text that names no publish")
+        wait_until(lambda: not publisher.connected, timeout=30, what="the loss of the channel")
+        published.channel.connection.cut()
+        wait_until(lambda: refused(publisher), timeout=5, what="a refusal")
+        broker.script = acking
+        broker.silent = False
+        broker.connections[-1].cut()  # its handshake was not answered
+        assert isinstance(culprit.exception(30), PublishRefused)
+        assert errors(accepted) == [None] * len(accepted)
 
 
 def test_a_broker_that_was_never_there_is_no_connection_either(new_publisher: NewPublisher) -> None:
