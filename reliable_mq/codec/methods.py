@@ -36,6 +36,7 @@ __all__ = [
     "CONNECTION_SECRET_UPDATED",
     "CONNECTION_TUNE",
     "CONNECTION_UNBLOCKED",
+    "PUBLISH",
     "STREAM_OFFSET",
     "Arguments",
     "Bind",
@@ -54,6 +55,7 @@ __all__ = [
     "Step",
     "Tune",
     "decode_close",
+    "decode_closing_method",
     "decode_reply",
     "decode_text",
     "encode_channel_close",
@@ -225,6 +227,7 @@ CHANNEL_OPEN_OK: Final = (20, 11)
 CHANNEL_CLOSED: Final = (20, 40)
 CHANNEL_CLOSE_OK: Final = (20, 41)
 CANCELLED: Final = (60, 30)
+PUBLISH: Final = (60, 40)
 
 _QUEUE_DECLARE_OK: Final = (50, 11)
 _CONSUME_OK: Final = (60, 21)
@@ -322,6 +325,19 @@ def decode_close(frame: bytes) -> tuple[int, str]:
     """
     text, _ = _short_string(frame, _ARGUMENTS + 2)
     return _UINT16.unpack_from(frame, _ARGUMENTS)[0], text
+
+
+def decode_closing_method(frame: bytes) -> tuple[int, int]:
+    """Return the method over which the broker closed a channel, (0, 0) for none.
+
+    Raises:
+        CodecError: If the frame is broken.
+    """
+    _, end = _short_string(frame, _ARGUMENTS + 2)
+    if end + _INDEX.size >= len(frame):
+        raise CodecError("truncated channel.close")
+    class_id, method_id = _INDEX.unpack_from(frame, end)
+    return class_id, method_id
 
 
 def encode_channel_open(channel: int) -> bytes:

@@ -118,6 +118,7 @@ class Channel:
     Attributes:
         number: The channel's number on the connection.
         generation: A number that is unique among all channels of the same owner.
+        closed_over: The method over which the broker closed the channel, (0, 0) for none.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Channel:
     ) -> None:
         self.number = number
         self.generation = generation
+        self.closed_over = (0, 0)
         self._write = write
         self._reader = reader
         self._read_throttle = read_throttle
@@ -189,6 +191,7 @@ class Channel:
         """
         if method == methods.CHANNEL_CLOSED:
             code, text = methods.decode_close(frame)
+            self.closed_over = methods.decode_closing_method(frame)
             self._write(methods.encode_channel_close_ok(self.number))
             self._report_closed(code, text, by_broker=True)
             return True

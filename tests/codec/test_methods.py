@@ -131,6 +131,7 @@ def test_what_the_broker_says_by_itself() -> None:
     close = spec.Channel.Close(reply_code=404, reply_text="NOT_FOUND", class_id=60, method_id=40)
     assert methods.method_of(encoded(close)) == methods.CHANNEL_CLOSED
     assert methods.decode_close(encoded(close)) == (404, "NOT_FOUND")
+    assert methods.decode_closing_method(encoded(close)) == methods.PUBLISH
 
 
 def test_opening_and_closing() -> None:
@@ -188,6 +189,10 @@ def test_a_truncated_method_is_an_error_and_no_crash(size: int) -> None:
     with pytest.raises(CodecError):
         methods.decode_close(
             truncated(spec.Channel.Close(reply_code=404, reply_text="NOT_FOUND", class_id=0, method_id=0), size)
+        )
+    with pytest.raises(CodecError):
+        methods.decode_closing_method(
+            truncated(spec.Channel.Close(reply_code=404, reply_text="", class_id=60, method_id=40), size - 3)
         )
     if size < 12:
         with pytest.raises(CodecError):

@@ -346,14 +346,14 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.link is not None and self.link.channel is not None)
     @rule(code=st.sampled_from([403, 404, 406]))
-    def close_channel(self, code: int) -> None:
+    def close_channel(self, code: int, over: tuple[int, int] = (0, 0)) -> None:
         link = self.link
         assert link is not None
         assert link.channel is not None
         number = link.channel.number
         link.asked = [one for one in link.asked if one[0] != number]
         text = {403: UNDECIDED, 406: NO_REPLICA}.get(code, b"text")
-        close = code.to_bytes(2, "big") + bytes([len(text)]) + text + bytes(4)
+        close = code.to_bytes(2, "big") + bytes([len(text)]) + text + bytes((0, over[0], 0, over[1]))
         self.loop.guard(lambda: link.send(number, CHANNEL_CLOSE, close))
         self.loop.turn()
 
@@ -689,6 +689,19 @@ def test_a_step_that_was_not_sent_is_not_refused() -> None:
         machine.pass_time(0.0)
         machine.close_channel(404)
         assert isinstance(machine.runs[-1], StepRefused)
+    finally:
+        machine.teardown()
+
+
+def test_a_publish_that_closes_the_channel_refuses_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody else would warn of the lost channel."""
+    machine = reached(ConnectionState.READY)
+    try:
+        machine.run(unencodable=False)
+        machine.pass_time(0.0)
+        machine.close_channel(404, over=methods.PUBLISH)
+        assert isinstance(machine.runs[-1], BrokerUnavailable)
+        assert [record.levelname for record in caplog.records if "channel lost" in record.message] == ["WARNING"]
     finally:
         machine.teardown()
 

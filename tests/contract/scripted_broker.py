@@ -112,9 +112,9 @@ class Channel:
         method = commands.Basic.Return(code, text, published.exchange, published.routing_key)
         self.send(method, *content(published.properties, published.body))
 
-    def close(self, code: int, text: str) -> None:
+    def close(self, code: int, text: str, over: Any = commands.Basic.Publish) -> None:
         self.open = False
-        self.send(commands.Channel.Close(code, text, 60, 40))
+        self.send(commands.Channel.Close(code, text, *divmod(over.INDEX, 1 << 16)))
 
     def deliver(self, body: bytes, *, redelivered: bool = False, **properties: Any) -> int:
         """Deliver to the first consumer, and return the delivery tag."""
@@ -278,7 +278,7 @@ class Connection(threading.Thread):
         refusal = broker.refusals.get(name)
         if refusal is not None:
             if number:
-                self.channels[number].close(*refusal)
+                self.channels[number].close(*refusal, over=value)
             else:
                 self.close(*refusal)
             return
@@ -335,7 +335,8 @@ class Connection(threading.Thread):
                 channel.prefetch = value.prefetch_count
                 channel.send(commands.Basic.QosOk())
             case commands.Basic.Consume() if value.queue in self.broker.streams and "x-priority" in value.arguments:
-                channel.close(406, f"PRECONDITION_FAILED - invalid arg 'x-priority' for queue '{value.queue}'")
+                text = f"PRECONDITION_FAILED - invalid arg 'x-priority' for queue '{value.queue}'"
+                channel.close(406, text, over=value)
             case commands.Basic.Consume():
                 if value.consumer_tag in self.broker.gates:
                     assert self.broker.gates[value.consumer_tag].wait(_PATIENCE)
@@ -345,7 +346,7 @@ class Connection(threading.Thread):
                 channel.consumers.pop(value.consumer_tag, None)
                 channel.send(commands.Basic.CancelOk(value.consumer_tag))
             case commands.Queue.Declare() if value.passive and value.queue in self.broker.missing:
-                channel.close(404, f"NOT_FOUND - no queue '{value.queue}' in vhost '/'")
+                channel.close(404, f"NOT_FOUND - no queue '{value.queue}' in vhost '/'", over=value)
             case commands.Queue.Declare() if value.passive and self.broker.counts:
                 channel.send(commands.Queue.DeclareOk(value.queue, *self.broker.counts.popleft()))
             case commands.Queue.Declare():
