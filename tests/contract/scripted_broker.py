@@ -114,7 +114,7 @@ class Channel:
 
     def close(self, code: int, text: str, over: Any = commands.Basic.Publish) -> None:
         self.open = False
-        self.send(commands.Channel.Close(code, text, *divmod(over.INDEX, 1 << 16)))
+        self.send(commands.Channel.Close(code, text, *divmod(over.index, 1 << 16)))
 
     def deliver(self, body: bytes, *, redelivered: bool = False, **properties: Any) -> int:
         """Deliver to the first consumer, and return the delivery tag."""
