@@ -721,7 +721,7 @@ def test_a_refused_subscription_to_quarantine_is_logged(
     with new_consumer(Handler(), ORDERS, name="orders"):
         first = broker.consuming
         broker.wait(lambda: broker.seen.count("Basic.Consume") == 2, "the subscription to quarantine")
-        first.close(403, "ACCESS_REFUSED - no")
+        first.close(403, "ACCESS_REFUSED - no", over=commands.Basic.Consume)
         answered.set()
         wait_until(lambda: "cannot consume from its quarantine queue" in caplog.text, timeout=10, what="the log line")
 

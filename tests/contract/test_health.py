@@ -180,7 +180,7 @@ def test_with_an_outbox_a_publisher_is_ready_without_a_broker(
         publisher.flush(30)
 
 
-def test_a_publisher_is_not_ready_while_its_outbox_stores_nothing(
+def test_a_publisher_is_not_ready_while_its_outbox_fails(
     broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
 ) -> None:
     class Full(SQLiteOutbox):
