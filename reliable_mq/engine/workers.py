@@ -506,7 +506,7 @@ def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
 
     Raises:
         RetryLater, DeadLetter: If the handler returned that for a single delivery.
-        UsageError: If the handler returned a coroutine or a generator, which has not run yet.
+        UsageError: If the handler returned a coroutine, a generator or a future, whose work may not be done.
     """
     process = os.getpid()
     try:

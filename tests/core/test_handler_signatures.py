@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -122,3 +125,36 @@ def test_code_that_was_made_and_has_not_run_is_no_answer(make: Any) -> None:
     """The code is closed, so Python does not warn that it was never awaited."""
     with pytest.raises(UsageError, match="has not run"):
         check_answer(make(None), batch=False)
+
+
+def test_the_refusal_of_a_coroutine_names_partial() -> None:
+    """A lambda that calls a coroutine function is no coroutine function, and a partial of one is."""
+    assert is_coroutine_function(partial(coroutine))
+    with pytest.raises(UsageError, match=r"in place of a lambda, functools\.partial\(handle, \.\.\.\)"):
+        check_answer(coroutine(None), batch=False)
+
+
+class Later:
+    def __await__(self) -> Iterator[None]:
+        yield
+
+
+def a_task() -> asyncio.Task[None]:
+    async def made() -> asyncio.Task[None]:
+        return asyncio.create_task(coroutine(None))
+
+    return asyncio.run(made())
+
+
+@pytest.mark.parametrize("batch", [False, True])
+@pytest.mark.parametrize(("make", "name"), [(Future, "Future"), (a_task, "Task"), (Later, "Later")])
+def test_work_that_may_go_on_is_no_answer(make: Any, name: str, batch: bool) -> None:
+    with pytest.raises(UsageError) as refused:
+        check_answer(make(), batch=batch)
+    assert str(refused.value) == (
+        f"the handler returned a {name}, whose work may not have finished: call its .result(), or await it"
+    )
+
+
+def test_a_mock_is_no_future() -> None:
+    check_answer(MagicMock(), batch=False)

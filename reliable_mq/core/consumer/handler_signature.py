@@ -11,13 +11,14 @@ Invariants:
 - A handler is refused only if every call with a delivery would fail or run nothing. A builtin whose signature Python
   does not know is accepted.
 - A delivery is never reported as handled because its handler is a generator or coroutine function, of which a call runs
-  nothing, or because a verdict was returned instead of raised. Acking it would lose the message.
+  nothing, or because it returned a future whose work goes on, or a verdict instead of raising it. Acking it would lose
+  the message.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 
 from reliable_mq.errors import ConfigurationError, UsageError
@@ -54,13 +55,13 @@ def check_handler(handler: object) -> None:
 
 
 def check_answer(answer: object, *, batch: bool) -> None:
-    """Raise a returned verdict, and refuse the value of a handler that did not run.
+    """Raise a returned verdict, and refuse a value whose work is not done.
 
     The verdicts of a batch handler are read elsewhere.
 
     Raises:
         RetryLater, DeadLetter: If the value is such a verdict or its class.
-        UsageError: If the value is a coroutine or a generator.
+        UsageError: If the value is a coroutine or a generator, or a future, task or other awaitable.
     """
     if not batch:
         if isinstance(answer, (RetryLater, DeadLetter)):
@@ -71,10 +72,15 @@ def check_answer(answer: object, *, batch: bool) -> None:
         answer.close()  # otherwise Python warns that it was never awaited
         raise UsageError(
             "the handler returned a coroutine that has not run; define it with async def, await what it "
-            "calls, and give it to an AsyncConsumer"
+            "calls, and give it to an AsyncConsumer, or, in place of a lambda, functools.partial(handle, ...)"
         )
     if isinstance(answer, (GeneratorType, AsyncGeneratorType)):
         raise UsageError("the handler returned a generator that has not run: remove its yield")
+    if isinstance(answer, Awaitable) or hasattr(type(answer), "add_done_callback"):  # of every Future; mocks have none
+        raise UsageError(
+            f"the handler returned a {type(answer).__name__}, whose work may not have finished: "
+            "call its .result(), or await it"
+        )
 
 
 def _is(kind: Callable[[object], bool], handler: object) -> bool:
