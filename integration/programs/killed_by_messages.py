@@ -68,9 +68,9 @@ def consume(url: str, log: Path, settings: Settings) -> None:
         given: dict[str, Any] = {
             "retry": RetryPolicy(settings.attempts, delays=(settings.delay,)),
             "prefetch": settings.prefetch,
-            "idempotency": SQLiteStore(settings.store) if settings.store else None,
-            "idempotency_lease": LEASE,
         }
+        if settings.store:
+            given |= {"idempotency": SQLiteStore(settings.store), "idempotency_lease": LEASE}
         if settings.api == "sync":
             Consumer(url, ORDERS, handle, **given).run()
         else:

@@ -17,23 +17,29 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from reliable_mq._util.validation import Duration, is_text, seconds
+from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
 __all__ = [
+    "LEASE",
     "Claim",
     "ClaimStatus",
     "CommitStatus",
     "InboxClaim",
     "SettlementRetries",
+    "check_options",
     "checked_key",
     "key_prefix",
     "namespace_of",
 ]
+
+LEASE: Final = 300.0  # seconds, by default
 
 
 def namespace_of(cluster: str, virtual_host: str) -> str:
@@ -47,6 +53,26 @@ def namespace_of(cluster: str, virtual_host: str) -> str:
 def key_prefix(namespace: str, queue: str) -> str:
     """Return the beginning of the keys of a queue, and of no other queue's keys."""
     return "".join(part.replace("%", "%25").replace("|", "%7C") + "|" for part in (namespace, queue))
+
+
+def check_options(key: object, namespace: object, lease: Duration, *, has_store: bool) -> float:
+    """Check a consumer's options for its store, and return the lease in seconds.
+
+    Raises:
+        ConfigurationError: If an option is invalid, or is given without a store. The message names it.
+    """
+    if key is not None and not callable(key):
+        raise ConfigurationError(f"idempotency_key must be callable, not {key!r}")
+    if is_coroutine_function(key):
+        raise ConfigurationError("idempotency_key is a coroutine function, which would never be awaited")
+    if namespace is not None and not is_text(namespace):
+        raise ConfigurationError(f"idempotency_namespace must be text, not {namespace!r}")
+    checked = seconds("idempotency_lease", lease, positive=True)
+    given = {"key": key is not None, "namespace": namespace is not None, "lease": checked != LEASE}
+    for option, is_given in given.items():
+        if is_given and not has_store:
+            raise ConfigurationError(f"idempotency_{option} has no effect without idempotency=: give a store")
+    return checked
 
 
 def checked_key(key: object) -> str | None:

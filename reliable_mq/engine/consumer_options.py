@@ -21,11 +21,12 @@ from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset, check_prefe
 from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy
-from reliable_mq.core.consumer.handler_signature import check_handler, is_coroutine_function
+from reliable_mq.core.consumer.handler_signature import check_handler
 from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
 from reliable_mq.core.consumer.lifecycle import ConsumerLifecycle
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import ConsumerSession
+from reliable_mq.core.idempotency import LEASE, check_options
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.reconnect import ReconnectPolicy
 from reliable_mq.core.retry.dead_letters import DeadLetters, Target
@@ -66,6 +67,7 @@ _DELAYED_RETRY: Final = "x-delayed-retry-"  # the beginning of the names of its 
 _SINGLE_ACTIVE: Final = "x-single-active-consumer"
 _READ_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are still read, to dead-letter with a reason
 
+_BATCH_WAIT: Final = 1.0  # seconds, by default
 _REPUBLISH_TIMEOUT: Final = 60.0  # seconds for the confirm of a dead letter; after that it is published again
 
 CONSUMER_TIMEOUT: Final = 1800.0  # seconds: RabbitMQ's default
@@ -98,13 +100,13 @@ class ConsumerOptions:
         kill_switch: KillSwitch | None = None,
         idempotency: IdempotencyStore | AsyncIdempotencyStore | None = None,
         idempotency_key: Callable[[Delivery], str | None] | None = None,
-        idempotency_lease: Duration = 300.0,
+        idempotency_lease: Duration = LEASE,
         idempotency_namespace: str | None = None,
         ack_every: int | None = None,
         ack_interval: Duration = 0.2,
         ack_mode: AckMode = "manual",
         batch_size: int | None = None,
-        batch_wait: Duration = 1.0,
+        batch_wait: Duration = _BATCH_WAIT,
         dead_letter: Queue | str | DefaultDeadLetter | None = DEFAULT,
         offset: Offset | None = None,
         exclusive: bool = False,
@@ -194,7 +196,11 @@ class ConsumerOptions:
         Raises:
             ConfigurationError: If an option is invalid or contradicts another option. The message names it.
         """
-        _check_idempotency(idempotency, idempotency_key, idempotency_namespace)
+        if isinstance(idempotency, type) or not (idempotency is None or isinstance(idempotency, IdempotencyStore)):
+            _refuse(f"idempotency must be an IdempotencyStore, not {idempotency!r}")
+        self._lease = check_options(
+            idempotency_key, idempotency_namespace, idempotency_lease, has_store=idempotency is not None
+        )
         if not isinstance(queue, Queue | str) or not queue:
             _refuse(f"queue must be a Queue or the name of one, not {queue!r}")
         self.queue_name = check_name("queue", queue) if isinstance(queue, str) else queue.name
@@ -267,11 +273,12 @@ class ConsumerOptions:
         self.store = idempotency
         self._key = idempotency_key
         self._namespace = idempotency_namespace
-        self._lease = seconds("idempotency_lease", idempotency_lease, positive=True)
         self._ack_every = ack_every
         self._ack_mode: AckMode = ack_mode
         self._batch_size = batch_size
         self._batch_wait = seconds("batch_wait", batch_wait)
+        if batch_size is None and self._batch_wait != _BATCH_WAIT:
+            _refuse("batch_wait has no effect without batch_size=: give the size of a batch")
         self._exclusive = exclusive
         self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
@@ -548,17 +555,6 @@ class ConsumerOptions:
     def _check_prefetch(self, prefetch: int) -> None:
         ack_every = self._ack_every if self._ack_mode == "manual" else None
         check_prefetch(prefetch, ack_every=ack_every, batch_size=self._batch_size)
-
-
-def _check_idempotency(store: object, key: object, namespace: object) -> None:
-    if isinstance(store, type) or not (store is None or isinstance(store, IdempotencyStore)):
-        _refuse(f"idempotency must be an IdempotencyStore, not {store!r}")
-    if key is not None and not callable(key):
-        _refuse(f"idempotency_key must be callable, not {key!r}")
-    if is_coroutine_function(key):
-        _refuse("idempotency_key is a coroutine function, which would never be awaited")
-    if namespace is not None and not is_text(namespace):
-        _refuse(f"idempotency_namespace must be text, not {namespace!r}")
 
 
 def _refuse_with(given: Mapping[str, bool], reason: str) -> None:
