@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -73,6 +74,33 @@ def test_options_have_the_defaults_of_the_publisher() -> None:
     for option in inspect.signature(PublisherOptions.__init__).parameters.values():
         if option.name in arguments and option.name not in {"self", "name"}:
             assert _plain(option.default) == _plain(arguments[option.name].default), option.name
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "guess"),
+    [
+        (Publisher, "max_oustanding", ": did you mean max_outstanding?"),
+        (AsyncPublisher, "mandatry", ": did you mean mandatory?"),
+        (Consumer, "prefetch_count", ": did you mean prefetch?"),
+        (AsyncConsumer, "zzz", ""),
+    ],
+)
+def test_an_error_for_arguments_names_the_public_class(kind: Any, wrong: str, guess: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        kind("amqp://localhost/", **{wrong: 5})
+    assert str(refused.value) == f"{kind.__name__}() got an unexpected keyword argument {wrong!r}{guess}"
+    with pytest.raises(TypeError) as refused:
+        kind()
+    assert str(refused.value) == f"{kind.__name__}() missing a required argument: 'url'"
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [(Publisher, "publisher"), (AsyncPublisher, "publisher"), (Consumer, "consumer"), (AsyncConsumer, "consumer")],
+)
+def test_the_help_of_a_constructor_is_for_its_class(kind: Any, what: str) -> None:
+    assert kind.__init__.__doc__.startswith(f"Create a {what}. Connects nothing.\n")
+    assert kind.__init__.__name__ == "__init__"
 
 
 def _plain(default: object) -> object:

@@ -5,7 +5,9 @@ A constructor that passes its arguments on gets its signature from the class tha
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import json
 import math
 import os
@@ -194,8 +196,28 @@ def file_path(path: str | os.PathLike[str]) -> Path:
 def declared_by(
     declaration: Callable[Concatenate[Any, P], None],
 ) -> Callable[[Callable[Concatenate[Any, P], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorate a method with the signature and docstring of ``declaration``.
+    """Decorate a constructor with the signature and docstring of ``declaration``.
 
-    Type checkers, ``help()`` and `inspect.signature` then show these.
+    Type checkers, ``help()`` and `inspect.signature` then show these. A `TypeError` for the arguments names the class
+    of the object, and the argument that was perhaps meant.
     """
-    return functools.wraps(declaration, assigned=("__doc__",), updated=())
+    signature = inspect.signature(declaration)
+
+    def decorate(method: Callable[Concatenate[Any, P], None]) -> Callable[Concatenate[Any, P], None]:
+        @functools.wraps(declaration, assigned=("__doc__",), updated=())
+        @functools.wraps(method)
+        def constructor(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> None:
+            try:
+                signature.bind(self, *args, **kwargs)
+            except TypeError as error:
+                mistake = str(error)
+                for unknown in kwargs.keys() - signature.parameters.keys():
+                    near = difflib.get_close_matches(unknown, signature.parameters, n=1)
+                    guess = f": did you mean {near[0]}?" if near else ""
+                    mistake = f"got an unexpected keyword argument {unknown!r}{guess}"
+                raise TypeError(f"{type(self).__name__}() {mistake}") from None
+            method(self, *args, **kwargs)
+
+        return constructor
+
+    return decorate

@@ -126,7 +126,7 @@ class ConsumerOptions:
         registry: CollectorRegistry | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Check the options. Connects nothing.
+        """Create a consumer. Connects nothing.
 
         Args:
             url: See ``Publisher``.

@@ -81,7 +81,7 @@ class PublisherOptions:
         registry: CollectorRegistry | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """Check the options. Connects nothing.
+        """Create a publisher. Connects nothing.
 
         Args:
             url: ``amqp://`` or ``amqps://``, with several hosts separated by commas, or a sequence of URLs that differ
