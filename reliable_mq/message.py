@@ -38,6 +38,11 @@ __all__ = ["Message", "MessageProperties", "new_message_id"]
 
 T = TypeVar("T")
 
+_JSON_ADVICE: Final = (
+    ": convert it, or encode it yourself: "
+    'Message(json.dumps(obj, default=str).encode(), content_type="application/json")'
+)
+
 
 class MessageProperties(TypedDict, total=False):
     """The keyword arguments of `Message`."""
@@ -169,7 +174,8 @@ class Message:
         try:
             body = json.dumps(obj, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"the body cannot be written as JSON: {error}") from error
+            advice = _JSON_ADVICE if isinstance(error, TypeError) else ""
+            raise ConfigurationError(f"the body cannot be written as JSON: {error}{advice}") from error
         properties.setdefault("content_type", "application/json")
         return cls(body, **properties)
 

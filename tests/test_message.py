@@ -13,6 +13,7 @@ import threading
 import traceback
 import uuid
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 from time import time_ns
 from typing import Any
 
@@ -233,6 +234,14 @@ def endless() -> list[Any]:
 def test_what_is_not_json_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError, match="cannot be written as JSON"):
         Message.json(value)
+
+
+@pytest.mark.parametrize("value", [uuid.UUID(int=1), Decimal(1), datetime(2026, 1, 1, tzinfo=UTC)], ids=type)
+def test_the_refusal_of_a_type_that_json_lacks_names_a_fix(value: object) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        Message.json({"value": value})
+    fix = 'Message(json.dumps(obj, default=str).encode(), content_type="application/json")'
+    assert str(refused.value).endswith(f"is not JSON serializable: convert it, or encode it yourself: {fix}")
 
 
 def test_replace_changes_what_is_named_and_keeps_the_rest() -> None:
