@@ -113,7 +113,9 @@ def encode_short_string(text: object, field: str) -> bytes:
 
 def _encode_short_string(text: object) -> bytes:
     if not isinstance(text, str):
-        raise _Unfit(f"must be a str, not {type(text).__name__}")
+        kind = type(text).__name__
+        advice = ": give its name" if kind in ("Queue", "Exchange") else ""
+        raise _Unfit(f"must be a str, not {kind}{advice}")
     try:
         encoded = text.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError as error:

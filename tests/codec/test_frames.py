@@ -24,6 +24,7 @@ from reliable_mq.codec import (
     publish_head,
 )
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology import Queue
 
 channels = st.integers(1, 65535)
 tags = st.integers(1, 2**63 - 1)
@@ -130,3 +131,11 @@ def test_names_that_do_not_fit_are_refused(exchange: str, routing_key: str, text
 def test_a_queue_name_that_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="queue is 256 bytes long"):
         encode_get(1, "q" * 256)
+
+
+@pytest.mark.parametrize("field", ["exchange", "routing_key"])
+def test_a_declaration_in_place_of_a_name_is_refused(field: str) -> None:
+    names: dict[str, Any] = {"exchange": "", "routing_key": "", field: Queue("orders")}
+    with pytest.raises(ConfigurationError) as refused:
+        publish_head(1, mandatory=True, **names)
+    assert str(refused.value) == f"{field} must be a str, not Queue: give its name"
