@@ -25,7 +25,7 @@ from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.generators import drive
 from reliable_mq._util.hooks import ForkStage, around_fork, at_fork
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
-from reliable_mq.errors import IdempotencyStoreError
+from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore
 from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, checked_table
 
@@ -43,15 +43,15 @@ class SQLiteStore(SQLStoreBase, SyncStore):
     locks do not work over networks.
 
     Args:
-        path: The path of the file, which is created if it does not exist. The file may have other tables. For a store
-            in memory, use ``MemoryStore``.
+        path: The path of the file, which is created if it does not exist. Its directory must exist. The file may have
+            other tables. For a store in memory, use ``MemoryStore``.
         retention: The minimum time for which done keys, and the failed attempts of other keys, are remembered, in
             seconds.
         timeout: The maximum time for which a call waits for other calls, in seconds.
         table: The name of the table.
 
     Raises:
-        ConfigurationError: If the path is not a file path, or another argument is invalid.
+        ConfigurationError: If the path is not a file path in an existing directory, or another argument is invalid.
     """
 
     _sql: SQLite
@@ -65,6 +65,8 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         table: str = "reliable_mq_claims",
     ) -> None:
         self._path = file_path(path)
+        if not self._path.parent.is_dir():
+            raise ConfigurationError(f"path is in {str(self._path.parent)!r}, which is no directory: create it")
         super().__init__(SQLite(checked_table(table)), retention, timeout)
         self._lock = threading.Lock()  # for the attributes below
         self._connection: sqlite3.Connection | None = None

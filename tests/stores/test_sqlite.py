@@ -54,6 +54,15 @@ def test_a_table_may_have_the_name_of_its_database(tmp_path: Path) -> None:
     assert inspect(engine).get_indexes("done")[0]["name"] == "done_expires"
 
 
+def test_a_store_in_a_missing_directory_is_refused(tmp_path: Path) -> None:
+    """Otherwise each message would be retried for ever."""
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(ConfigurationError) as refused:
+            SQLiteStore(directory / "store.db")
+        assert str(refused.value) == f"path is in {str(directory)!r}, which is no directory: create it"
+
+
 def test_a_closed_store_opens_again(tmp_path: Path) -> None:
     store = SQLiteStore(tmp_path / "store.db")
     store.close()
