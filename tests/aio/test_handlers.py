@@ -888,13 +888,16 @@ def test_timeouts_inside_a_handler_are_its_own(store: Any) -> None:
 
 
 def test_stopping_cancels_what_is_not_done_in_time(store: Any) -> None:
-    async def handle(_: Delivery) -> None:
+    begun: list[Delivery] = []
+
+    async def handle(delivery: Delivery) -> None:
+        begun.append(delivery)
         await asyncio.Event().wait()
 
     async def main() -> None:
         async with running(handle, count=2, store=store) as (tasks, sink):
             tasks.put(items(2))
-            await asyncio.sleep(0.01)
+            await until(lambda: len(begun) == 2)
             assert await tasks.stop(0.01)
             assert len(cancelled(sink.results)) == 2
 
@@ -925,11 +928,12 @@ def test_a_handler_that_refuses_to_be_cancelled_is_told(monkeypatch: pytest.Monk
 
 
 def test_a_store_that_hangs_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("reliable_mq.aio.handlers._CANCEL_GRACE", 0.01)
-    answer = threading.Event()
+    monkeypatch.setattr("reliable_mq.aio.handlers._CANCEL_GRACE", 0.1)
+    asked, answer = threading.Event(), threading.Event()
 
     class Hanging(MemoryStore):
         def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            asked.set()
             assert answer.wait(DEADLINE)
             return super().claim_many(keys, lease)
 
@@ -939,7 +943,7 @@ def test_a_store_that_hangs_is_given_up_at_the_end(monkeypatch: pytest.MonkeyPat
     async def main() -> None:
         async with running(handle, store=Hanging()) as (tasks, sink):
             tasks.put(items(1))
-            await asyncio.sleep(0.01)
+            await until(asked.is_set)
             assert await tasks.stop(0.0)
             assert [type(one) for one in sink.results] == [Skipped]
 

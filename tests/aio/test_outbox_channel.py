@@ -497,7 +497,7 @@ def test_rows_that_are_unsent_when_all_ends_go_back(ended: str) -> None:
         if ended == "cancelled":
             rows.publisher.cancel()
             rows.publisher.send([row(3)])
-            await asyncio.sleep(0.01)
+            await until(lambda: len(rows.publisher._settled) == 3)
 
     asyncio.run(main())
     expected = [1, 2, 3] if ended == "cancelled" else [1, 2]
@@ -514,10 +514,9 @@ def test_rows_bound_for_a_closed_event_loop_are_returned() -> None:
 
     rows = loop.run_until_complete(make())
     rows.publisher.send([row(1)])
-    loop.run_until_complete(asyncio.sleep(0.01))
-    assert rows.sent == [1]
+    loop.run_until_complete(until(lambda: rows.sent == [1]))
     rows.publisher.cancel()
-    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.run_until_complete(until(lambda: rows.publisher._task is not None and rows.publisher._task.done()))
     rows.publisher.send([row(2)])
     loop.close()
     rows.publisher.send([row(3)])
