@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq.stores.base import run_queries
+from reliable_mq._util.generators import drive
 from reliable_mq.stores.sql import MySQL, Query, Steps
 
 
@@ -61,6 +61,6 @@ def texts_of(steps: Steps[Any], call: str, keys: Sequence[str]) -> list[Query]:
         row = {"claim": (1, 1, True, 1, 1, 0), "complete": (1,), "release": (1,)}.get(call, ())
         return [(key, *row) for key in keys]
 
-    result = run_queries(steps, answer)
+    result = drive(steps, answer)
     assert result == len(keys) if call == "purge" else len(result) == len(keys)
     return queries
