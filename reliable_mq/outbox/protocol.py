@@ -11,7 +11,17 @@ from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 
-__all__ = ["FailedRow", "Outbox", "OutboxStatus", "RowBatch", "RowLeases", "check_ids", "check_number", "ordering_by"]
+__all__ = [
+    "FailedRow",
+    "Outbox",
+    "OutboxStatus",
+    "RowBatch",
+    "RowLeases",
+    "check_ids",
+    "check_number",
+    "check_target",
+    "ordering_by",
+]
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
 """Returns the ordering key of a message, its exchange and its routing key; None for no order."""
@@ -163,6 +173,16 @@ class Outbox(Protocol):
     def close(self) -> None:
         """Close files and connections. The next call opens them. Stored messages stay."""
         ...
+
+
+def check_target(message: Message, exchange: str, routing_key: str) -> None:
+    """Refuse a message that no queue can get.
+
+    Raises:
+        ConfigurationError: If the message has neither an exchange nor a routing key, nor headers that name queues.
+    """
+    if not exchange and not routing_key and not message.headers.keys() & {"CC", "BCC"}:
+        raise ConfigurationError("routing_key is missing: give the name of a queue, or an exchange")
 
 
 def ordering_by(function: OrderingKey | None, message: Message, exchange: str, routing_key: str) -> str | None:

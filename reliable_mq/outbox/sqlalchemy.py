@@ -38,7 +38,15 @@ from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSett
 from reliable_mq.core.publisher.window import no_message
 from reliable_mq.errors import ConfigurationError, OutboxError, ReliableMQError, UsageError
 from reliable_mq.message import Message
-from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
+from reliable_mq.outbox.protocol import (
+    FailedRow,
+    OutboxStatus,
+    RowLeases,
+    check_ids,
+    check_number,
+    check_target,
+    ordering_by,
+)
 from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
 from reliable_mq.outbox.sqlalchemy_table import (
     COLLATES,
@@ -219,6 +227,7 @@ class SQLAlchemyOutbox(OfOneProcess):
         check_flag("mandatory", mandatory)
         publish_head(1, exchange, routing_key, mandatory)  # raises an error that names a value it cannot encode
         _check_texts(message.message_id, exchange, routing_key, ordering_key)
+        check_target(message, exchange, routing_key)
         if not isinstance(session, _SESSIONS):
             raise ConfigurationError(
                 f"session must be a Session, an AsyncSession or a Connection, not {type(session).__name__}"
@@ -285,8 +294,10 @@ class SQLAlchemyOutbox(OfOneProcess):
         Texts that do not fit into a row are refused here. In the transaction, they would make other messages fail, too.
 
         Raises:
-            ConfigurationError: If the ordering key or a text of the message cannot be stored.
+            ConfigurationError: If the ordering key or a text of the message cannot be stored, or no queue can get the
+                message.
         """
+        check_target(message, exchange, routing_key)
         key = ordering_by(self._ordering_key, message, exchange, routing_key)
         _check_texts(message.message_id, exchange, routing_key, key)
         return key

@@ -34,7 +34,15 @@ from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, is_text, seconds
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
-from reliable_mq.outbox.protocol import FailedRow, OutboxStatus, RowLeases, check_ids, check_number, ordering_by
+from reliable_mq.outbox.protocol import (
+    FailedRow,
+    OutboxStatus,
+    RowLeases,
+    check_ids,
+    check_number,
+    check_target,
+    ordering_by,
+)
 from reliable_mq.outbox.sqlite_file import (
     DiskReserve,
     OpenFile,
@@ -184,11 +192,13 @@ class SQLiteOutbox(OfOneProcess):
         Texts that no row can hold are refused here. In the transaction, they would make other messages fail, too.
 
         Raises:
-            ConfigurationError: If the ordering key or a text of the message cannot be stored.
+            ConfigurationError: If the ordering key or a text of the message cannot be stored, or no queue can get the
+                message.
         """
         for name, text in (("message_id", message.message_id), ("exchange", exchange), ("routing_key", routing_key)):
             if not is_text(text):
                 raise ConfigurationError(f"{name} must be text that can be encoded, not {text!r}")
+        check_target(message, exchange, routing_key)
         return ordering_by(self._ordering_key, message, exchange, routing_key)
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:

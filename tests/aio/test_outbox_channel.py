@@ -72,9 +72,9 @@ def test_a_large_message_not_stored_does_not_block_small_ones(outbox: SlowOutbox
         async with AsyncPublisher(NOBODY, outbox=outbox, max_outstanding_bytes=1000) as publisher:
 
             def submit(size: int, timeout: float = 20) -> asyncio.Task[object]:
-                return asyncio.create_task(publisher.submit(message(size), timeout=timeout))
+                return asyncio.create_task(publisher.submit(message(size), routing_key="q", timeout=timeout))
 
-            first = await publisher.submit(message(600))
+            first = await publisher.submit(message(600), routing_key="q")
             large, small = submit(700, 0.2 if how == "late" else 20), submit(100)
             await asyncio.sleep(0)
             assert not small.done()
@@ -97,15 +97,15 @@ def test_an_admitted_message_is_stored_first_though_cancelled(outbox: SlowOutbox
 
     async def main() -> None:
         async with AsyncPublisher(NOBODY, outbox=outbox, max_outstanding=1) as publisher:
-            first = await publisher.submit(message(1))
+            first = await publisher.submit(message(1), routing_key="q")
             newcomers: list[asyncio.Task[object]] = []
 
             def at_once(_: object) -> None:  # as soon as there is room, before a task has noticed
                 waiting.cancel()
-                newcomers.append(asyncio.create_task(publisher.submit(message(3))))
+                newcomers.append(asyncio.create_task(publisher.submit(message(3), routing_key="q")))
 
             first.add_done_callback(at_once)
-            waiting = asyncio.create_task(publisher.submit(message(2)))
+            waiting = asyncio.create_task(publisher.submit(message(2), routing_key="q"))
             await asyncio.sleep(0)
             outbox.may_write.set()
             await until(lambda: len(outbox.written) == 3)
@@ -122,7 +122,7 @@ def test_awaiting_on_another_loop_leaves_the_right_one_untouched(outbox: SlowOut
 
     async def main() -> None:
         async with AsyncPublisher(NOBODY, outbox=outbox) as publisher:
-            confirmation = await publisher.submit(message(1))
+            confirmation = await publisher.submit(message(1), routing_key="q")
 
             async def elsewhere() -> None:
                 await confirmation
@@ -144,11 +144,11 @@ def test_the_time_to_open_counts_against_the_wait_for_room(outbox: SlowOutbox, m
 
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=outbox, max_outstanding=1, delivery_timeout=600)
-        first = asyncio.create_task(publisher.submit(message(1)))
+        first = asyncio.create_task(publisher.submit(message(1), routing_key="q"))
         await asyncio.sleep(0)
         began = time.monotonic()
         with pytest.raises(OutboxError, match="were not, either, in time"):
-            await publisher.submit(message(2), timeout=60.5)
+            await publisher.submit(message(2), routing_key="q", timeout=60.5)
         assert 0.4 < time.monotonic() - began < 30
         outbox.may_write.set()
         await (await first)
@@ -162,7 +162,7 @@ def test_who_flushes_while_the_publisher_is_closed_is_told(tmp_path: Path) -> No
 
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
-        await publisher.publish(message(1))
+        await publisher.publish(message(1), routing_key="q")
         flushed = asyncio.create_task(publisher.flush())
         with pytest.raises(TimeoutError):
             await publisher.flush(0.1)
@@ -182,7 +182,7 @@ def test_a_flush_that_asks_a_closed_outbox_leaves_no_file_open(tmp_path: Path) -
 
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=outbox)
-        await publisher.publish(message(1))
+        await publisher.publish(message(1), routing_key="q")
         flushed = asyncio.create_task(publisher.flush())
         await until(outbox.asked.is_set)
         await publisher.close(0)
@@ -316,7 +316,7 @@ def test_closing_raises_what_a_hanging_outbox_has_not_stored(outbox: SlowOutbox)
     async def main() -> None:
         publisher = AsyncPublisher(NOBODY, outbox=outbox)
         for _ in range(3):
-            await publisher.submit(message(1))
+            await publisher.submit(message(1), routing_key="q")
         with pytest.raises(PublishError, match="3 messages") as left:
             await publisher.close(0.1)
         assert [failure.may_have_arrived for failure in left.value.failures] == [True] * 3

@@ -133,6 +133,29 @@ def test_an_ordering_key_must_be_a_function_that_gives_text(tmp_path: Path) -> N
         outbox.ordering_key(Message(b""), "", "q")
 
 
+NOWHERE = "routing_key is missing: give the name of a queue, or an exchange"
+
+
+def test_a_message_that_no_queue_can_get_is_not_stored(tmp_path: Path) -> None:
+    """The default exchange routes by the name of a queue, which is never empty. CC and BCC name further queues."""
+    engine = create_engine("sqlite://")
+    outbox = SQLAlchemyOutbox(engine)
+    with Session(engine) as session:
+        with pytest.raises(ConfigurationError, match=f"^{NOWHERE}$"):
+            outbox.add(session, Message(b""))
+        for headers in ({"CC": ["q"]}, {"BCC": ["q"]}):
+            outbox.add(session, Message(b"", headers=headers))
+        outbox.add(session, Message(b""), exchange="fanout")
+    engine.dispose()
+    file = SQLiteOutbox(tmp_path / "outbox")
+    with Publisher("amqp://guest:guest@127.0.0.1:1/", outbox=file) as publisher:
+        with pytest.raises(ConfigurationError, match=f"^{NOWHERE}$"):
+            publisher.publish(Message(b""))
+        publisher.publish(Message(b"", headers={"CC": ["q"]}))
+    assert file.status().rows == 1
+    file.close()
+
+
 @pytest.mark.parametrize("name", ["message_id", "ordering_key"])
 def test_a_text_that_cannot_be_encoded_is_refused_when_added(name: str) -> None:
     """The flush would fail, and with it the user's transaction."""
