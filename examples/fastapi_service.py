@@ -4,6 +4,9 @@
 while there is no connection (``on_disconnected="raise"``). A client that retries sends the same ``order``, from which
 the ``message_id`` is derived, so the handler of the orders can detect the duplicate.
 
+If the broker is away at the start, and later refuses the login or the topology, ``publish`` raises an error that is no
+``PublishError``. The status is 503 as well.
+
 The server handles the signals: it ends the lifespan, which stops the consumer and then flushes the publisher. To run
 the service, use ``uvicorn fastapi_service:app``. Run as a program, it sends itself two requests.
 
@@ -24,7 +27,16 @@ from typing import TYPE_CHECKING
 import httpx
 from fastapi import FastAPI, HTTPException, Request
 
-from reliable_mq import AsyncConsumer, AsyncPublisher, Delivery, Message, PublishError, Queue
+from reliable_mq import (
+    AsyncConsumer,
+    AsyncPublisher,
+    BrokerUnavailable,
+    Delivery,
+    Message,
+    PublishError,
+    Queue,
+    TopologyMismatch,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,7 +70,7 @@ async def place(request: Request) -> dict[str, str]:
     message = Message.json(order, message_id=f"order-{order['order']}")
     try:
         receipt = await publisher.publish(message, routing_key=ORDERS.name)
-    except PublishError as error:
+    except (PublishError, BrokerUnavailable, TopologyMismatch) as error:
         raise HTTPException(503, str(error)) from error
     return {"message_id": receipt.message_id}
 

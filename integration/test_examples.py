@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import builtins
 import doctest
+import importlib.util
 import os
 import re
 import signal
@@ -13,18 +15,22 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
+import httpx
 import pytest
 from sqlalchemy import create_engine, inspect
 
 from integration.support import processes
 from integration.support.programs import output_of
 from integration.support.seeds import soaking
-from reliable_mq import Message, Publisher, Queue
+from reliable_mq import BrokerUnavailable, Message, OutboxError, Publisher, PublishUnconfirmed, Queue, TopologyMismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from fastapi import FastAPI
 
     from integration.support.certificates import Authority
     from integration.support.databases import Database
@@ -106,6 +112,37 @@ def test_the_service_stops_in_good_order_on_sigterm(vhost: VirtualHost, service:
     assert status == 0
     assert vhost.live_counts()[f"example.{service}.orders"] == 0
     assert vhost.live_counts()[f"example.{service}.invoices"] == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PublishUnconfirmed("no confirm"),
+        OutboxError("the disk is full"),
+        BrokerUnavailable("wrong password", permanent=True),
+        TopologyMismatch("other arguments", kind="queue", name="orders"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_the_fastapi_service_answers_503_after_an_error(error: Exception) -> None:
+    """A first connect may fail after the start, with an error that is no `PublishError`."""
+
+    async def publish(*arguments: object, **options: object) -> None:
+        raise error
+
+    async def place(app: FastAPI) -> httpx.Response:
+        app.state.publisher = SimpleNamespace(publish=publish)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+            return await client.post("/orders", json={"order": 1})
+
+    spec = importlib.util.spec_from_file_location("fastapi_service", EXAMPLES / "fastapi_service.py")
+    assert spec is not None
+    assert spec.loader is not None
+    service = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(service)
+    response = asyncio.run(place(service.app))
+    assert response.status_code == 503
 
 
 def test_the_tests_under_faults_pass(vhost: VirtualHost) -> None:
