@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import os
 
-from reliable_mq import AsyncConsumer, AsyncPublisher, Delivery, Message, Queue
+from reliable_mq import AsyncConsumer, AsyncPublisher, DeadLetter, Delivery, Message, Queue
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 ORDERS, INVOICES = Queue("example.asyncio_service.orders"), Queue("example.asyncio_service.invoices")
@@ -28,6 +28,8 @@ async def main() -> None:
             await publisher.publish(Message.json({"order": number}), routing_key=ORDERS.name)
 
         async def handle(delivery: Delivery) -> None:
+            if not delivery.message_id:
+                raise DeadLetter("no message_id")  # all invoices of such orders would have the same id
             order = delivery.json()["order"]
             invoice = Message.json({"invoice": order}, message_id=f"invoice-of-{delivery.message_id}")
             await publisher.publish(invoice, routing_key=INVOICES.name)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 
-from reliable_mq import Consumer, Delivery, Message, Publisher, Queue
+from reliable_mq import Consumer, DeadLetter, Delivery, Message, Publisher, Queue
 
 URL = os.environ.get("RELIABLE_MQ_URL", "amqp://guest:guest@localhost/")
 ORDERS, INVOICES = Queue("example.service.orders"), Queue("example.service.invoices")
@@ -31,6 +31,8 @@ def main() -> None:
             publisher.publish(Message.json({"order": number}), routing_key="example.service.orders")
 
         def handle(delivery: Delivery) -> None:
+            if not delivery.message_id:
+                raise DeadLetter("no message_id")  # all invoices of such orders would have the same id
             order = delivery.json()["order"]
             invoice = Message.json({"invoice": order}, message_id=f"invoice-of-{delivery.message_id}")
             publisher.publish(invoice, routing_key="example.service.invoices")
