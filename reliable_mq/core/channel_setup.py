@@ -347,6 +347,9 @@ def refusal(step: Step, refused: StepRefused) -> ReliableMQError:
         return TopologyMismatch(f"cannot {_describe(step)}: {code} {text} ({to_do})", kind=kind, name=name)
     if code in _DIFFERENT and isinstance(step, DeclareQueue | DeclareExchange):
         return mismatch_from_reply(kind, name, code, text)
+    if isinstance(step, Consume) and is_a_stream(refused):
+        to_do = 'give offset=, or Queue(..., type="stream")'
+        return TopologyMismatch(f"queue {name!r} is a stream: {to_do}", kind=kind, name=name)
     permanent = code in _PERMANENT and not away and not in_exclusive_use(text)
     return BrokerUnavailable(f"the broker refused to {_describe(step)}: {code} {text}", permanent=permanent)
 

@@ -169,7 +169,7 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
     def prefetch(self) -> int:
         """The maximum number of unacked deliveries.
 
-        Setting it takes effect at once, and for a short time both limits may add up. On a `Queue` with
+        Setting it takes effect at once. The limits add up until the earlier deliveries are settled. On a `Queue` with
         ``single_active_consumer=True`` it takes effect once nothing is unacked here for a moment, or with the next
         channel, because a new subscription gives up the role of the active consumer. A queue given by its name is not
         known to have a single active consumer.

@@ -16,7 +16,7 @@ from reliable_mq._util.validation import Duration, check_flag, is_text, is_whole
 from reliable_mq._util.version import OWN_VERSION
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import STREAM_OFFSET, Consume, SetPrefetch
-from reliable_mq.core.channel_setup import consumer_setup, pull_setup
+from reliable_mq.core.channel_setup import NO_STREAM, consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset, check_prefetch
 from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 from reliable_mq.core.consumer.dispatch import Batcher
@@ -465,7 +465,11 @@ class ConsumerOptions:
 
     def consume(self, consumer_tag: str, following: Offset | None) -> Consume:
         """Return the subscribing step of `setup`."""
-        arguments = self._arguments if following is None else {**self._arguments, STREAM_OFFSET: following}
+        arguments = self._arguments
+        if isinstance(self._queue, str) and not self.is_stream:  # a stream would skip messages at each reconnect
+            arguments = {**NO_STREAM, **arguments}
+        if following is not None:
+            arguments = {**arguments, STREAM_OFFSET: following}
         return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
 
     @property

@@ -378,7 +378,11 @@ def test_a_missing_permission_is_told_from_what_may_end(code: int | None, text: 
     ],
 )
 def test_a_stream_is_known_by_its_refusal_of_a_priority(code: int, text: str, stream: bool) -> None:
-    assert is_a_stream(StepRefused(code, text)) is stream
+    refused = StepRefused(code, text)
+    assert is_a_stream(refused) is stream
+    error = refusal(Consume("q", "tag"), refused)
+    assert (str(error) == "queue 'q' is a stream: give offset=, or Queue(..., type=\"stream\")") is stream
+    assert isinstance(error, TopologyMismatch) is (stream or code == 404)
 
 
 @pytest.mark.parametrize(

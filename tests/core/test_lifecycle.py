@@ -143,6 +143,8 @@ def test_another_prefetch_is_another_subscription() -> None:
     assert life.change_prefetch(7)
     assert step(life, 0.0) == [Resubscribe("c#2", "c#3", 7)]
     assert (life.prefetch, life.steady) == (7, True)
+    assert life.change_prefetch(7)  # a further subscription would add as many unacked deliveries
+    assert not step(life, 0.0)
 
 
 def test_single_active_waits_for_all_acks_to_change_prefetch() -> None:

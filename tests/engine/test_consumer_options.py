@@ -171,6 +171,13 @@ def test_the_set_up_declares_a_queue_and_checks_a_name() -> None:
     )
 
 
+def test_a_stream_given_by_its_name_needs_an_offset() -> None:
+    """It refuses a priority. Without an offset, it would skip messages at each reconnect."""
+    assert options("events").consume("tag", None).arguments == {"x-priority": 0}
+    assert options("events", consumer_arguments={"x-priority": 5}).consume("tag", None).arguments == {"x-priority": 5}
+    assert options("events", offset="next").consume("tag", None).arguments == {"x-stream-offset": "next"}
+
+
 @pytest.mark.parametrize(
     ("queue", "given", "name"),
     [

@@ -208,6 +208,8 @@ class ConsumerLifecycle:
 
         Return False if that waits until nothing is unacked.
         """
+        if prefetch == self.prefetch == self._wanted:
+            return True  # a new subscription would add a whole prefetch of unacked deliveries
         self._wanted = prefetch
         if self.is_single_active:
             return False
