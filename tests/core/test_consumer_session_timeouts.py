@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq import RetryPolicy
+from reliable_mq import KillSwitch, RetryPolicy
 from reliable_mq.codec import encode_nack
 from reliable_mq.core.consumer.acks import StreamOffset
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
@@ -304,6 +304,34 @@ def test_a_message_without_id_is_suspect_after_two_timeouts() -> None:
     for generation in (1, 2):
         item = delivery(message_id=None) if generation == 1 else back(1, message_id=None)
         assert deliver(session, [item], 0.0) == [item]
+        struck(session, generation)
+    assert deliver(session, [back(2, message_id=None)], 100.0) == []
+    assert only_republish(session).purpose is RepublishReason.QUARANTINE
+
+
+def test_timeouts_in_a_pause_of_the_kill_switch_make_no_suspect() -> None:
+    """The deliveries wait unacked for the pause. The broker up to 4.2 counts each timeout as a return."""
+    switch = KillSwitch(share=0.5, window=10, minimum=2, pause=1000, longest_pause=1000)
+    session = make(quarantine=True, kill_switch=switch)
+    *failing, waiting = deliver(session, items(3))
+    session.finished([Failed(item, failure(delay=1000)) for item in failing], 0.0)
+    assert session.take_pause()
+    session.postponed([waiting], 0.0)
+    for generation in (1, 2):
+        struck(session, generation)
+        assert deliver(session, [back(generation, message_id="m3")], 0.0) == []
+        assert session.take_republishes() == []
+    assert session._quarantine is not None
+    assert session._quarantine.losses == 2
+
+
+def test_a_probe_of_the_kill_switch_that_hangs_becomes_a_suspect() -> None:
+    session = make(quarantine=True, kill_switch=KillSwitch(share=0.5, window=10, minimum=2, pause=5))
+    session.finished([Failed(item, failure(delay=1000)) for item in deliver(session, items(2))], 0.0)
+    assert session.take_pause()
+    session.tick(5.0)
+    for generation, probe in ((1, delivery(3, message_id=None)), (2, back(1, message_id=None))):
+        assert deliver(session, [probe], 5.0) == [probe]
         struck(session, generation)
     assert deliver(session, [back(2, message_id=None)], 100.0) == []
     assert only_republish(session).purpose is RepublishReason.QUARANTINE

@@ -3,11 +3,12 @@
 It is a second queue, whose messages are handled one at a time. A message that kills its consumer is delivered again,
 with all messages that were prefetched beside it. The broker counts these returns (``x-delivery-count``). A message that
 was returned twice without a result is suspect. The threshold is higher if this process has lost channels and survived,
-except over the consumer timeout. A suspect is moved, confirmed, to the quarantine queue, which is consumed with a
-prefetch of 1. There, a return is the fault of the message and counts as a failed attempt. Each attempt in quarantine,
-including the first, follows after a delay. Without a delay, a killer would kill one consumer after the other, and leave
-none for its neighbours. So a killer is dispatched twice from its queue and ``max_attempts`` times from quarantine, and
-is then dead-lettered. Its neighbours are dispatched twice beside it, and after that without it.
+except over the consumer timeout. A timeout of deliveries that only waited in a pause of the kill switch raises it, too.
+A suspect is moved, confirmed, to the quarantine queue, which is consumed with a prefetch of 1. There, a return is the
+fault of the message and counts as a failed attempt. Each attempt in quarantine, including the first, follows after a
+delay. Without a delay, a killer would kill one consumer after the other, and leave none for its neighbours. So a killer
+is dispatched twice from its queue and ``max_attempts`` times from quarantine, and is then dead-lettered. Its neighbours
+are dispatched twice beside it, and after that without it.
 
 From 4.3 on, deliveries that a stopping consumer requeues, or that the consumer timeout takes back, are only counted in
 ``x-acquired-count``, which counts every return. A process that has seen such a timeout suspects them equally soon. For
@@ -130,7 +131,8 @@ class Quarantine:
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
         """Forget the channel.
 
-        ``timed_out`` contains the deliveries over whose consumer timeout it was closed, if it was.
+        ``timed_out`` contains the dispatched deliveries over whose consumer timeout it was closed. It is None if it was
+        closed for another reason, or over deliveries that waited in a pause of the kill switch.
         """
         self.losses += self.state is not QuarantineState.NO_CHANNEL and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))

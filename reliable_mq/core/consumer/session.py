@@ -260,10 +260,13 @@ class ConsumerSession:
             return
         self._settlement.lost(self._take_queued())
         self._timeouts.clear()
+        timed_out = self._timed_out
         if self._kill_switch is not None:
             self._kill_switch.recalled()
+            if self._kill_switch.paused and not timed_out:
+                timed_out = None  # the deliveries only waited for the end of the pause: none is to blame
         if self._quarantine is not None:
-            self._quarantine.lost(self._timed_out)
+            self._quarantine.lost(timed_out)
         self._timed_out = None
         self.lifecycle.lost()
 
