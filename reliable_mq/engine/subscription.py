@@ -391,7 +391,7 @@ class BaseSubscription(NullListener):
     def _decide(self, now: float) -> Actions:
         """Poll the session, and recall deliveries first if it requests that."""
         while (actions := self.session.poll(now)).recall:
-            self.session.postponed(self._recalled(), now)
+            self.session.postponed(self._recalled())
         return actions
 
     def _take_in(self, now: float) -> None:
@@ -406,7 +406,7 @@ class BaseSubscription(NullListener):
             session.published(*self._published.popleft(), now)
         if self._unstarted:
             unstarted = self._unstarted
-            session.postponed([unstarted.popleft() for _ in range(len(unstarted))], now)
+            session.postponed([unstarted.popleft() for _ in range(len(unstarted))])
         if self._requeued:
             back = self._requeued
             session.recalled([back.popleft() for _ in range(len(back))])

@@ -172,7 +172,7 @@ class Consuming(RuleBasedStateMachine):
         while actions.recall:
             recalled = [item for group in self.work for item in group]
             self.work.clear()
-            self.session.postponed(recalled, self.now)
+            self.session.postponed(recalled)
             actions = self.session.poll(self.now)
         self.work.extend(item if isinstance(item, list) else [item] for item in actions.dispatch)
         for queue in actions.declare:

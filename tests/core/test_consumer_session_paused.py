@@ -19,7 +19,7 @@ def paused(*, more: int = 3) -> SteppedSession:
     assert session.paused
     assert session.take_pause()
     assert not session.take_pause()
-    session.postponed(work[2:], 0.0)
+    session.postponed(work[2:])
     return session
 
 
@@ -71,7 +71,7 @@ def test_work_from_before_the_pause_does_not_probe_or_end_it() -> None:
     session = make(kill_switch=SWITCH)
     *failing, slow, slower, last = deliver(session, items(5))
     session.finished([Failed(item, failure(delay=100)) for item in failing], 0.0)
-    session.postponed([last], 0.0)
+    session.postponed([last])
     session.tick(5.0)
     assert session.take_work() == [last]
     session.finished([slow], 6.0)
@@ -90,11 +90,26 @@ def test_a_recalled_delivery_that_is_tried_again_stays_alone() -> None:
     alone = session.take_batches()
     assert alone == [[item] for item in culprits]
     session.finished([Failed(item, failure(delay=100)) for item in failing], 0.0)
-    session.postponed([*culprits, fifth, sixth], 0.0)
+    session.postponed([*culprits, fifth, sixth])
     session.tick(5.0)
     assert session.take_batches() == [culprits[:1]]
     session.finished(culprits[:1], 5.0)
     assert session.take_batches() == [culprits[1:], [fifth, sixth]]
+
+
+def test_recalled_batches_stay_before_newer_deliveries() -> None:
+    session = make(kill_switch=KillSwitch(share=0.5, window=10, minimum=5, pause=5), batch=(5, 1.0))
+    session.delivered(items(23), 0.0)
+    failing, *recalled = session.take_batches()
+    session.finished([Failed(item, failure(delay=100)) for item in failing], 0.0)
+    session.delivered(items(4, first=24), 0.0)
+    session.postponed([item for batch in recalled for item in batch])
+    session.tick(5.0)
+    [probe] = session.take_batches()
+    session.finished(probe, 5.0)
+    batches = [probe, *session.take_batches()]
+    assert [item.delivery_tag for batch in batches for item in batch] == list(range(6, 28))
+    assert [len(batch) for batch in batches] == [5, 5, 5, 5, 2]
 
 
 def test_an_inconclusive_probe_is_followed_by_another() -> None:
@@ -127,7 +142,7 @@ def test_what_is_recalled_while_it_stops_is_requeued() -> None:
     session = make(kill_switch=SWITCH)
     work = deliver(session, items(2))
     session.stop()
-    session.postponed(work, 0.0)
+    session.postponed(work)
     session.take_output(0.0)
     assert session.statistics.requeued == 2
     assert session.take_work() == []
@@ -140,7 +155,7 @@ def test_batches_and_quarantine_are_held_back_too() -> None:
     session.finished([Failed(batch[0], failure(delay=100)) for batch in batches[:2]], 0.0)
     isolated = batches[3][0]
     isolated.consumer_tag = "c#quarantine"
-    session.postponed([batches[2][0], isolated], 0.0)
+    session.postponed([batches[2][0], isolated])
     session.tick(0.0)
     assert session.take_batches() == []
     assert session.take_isolated() == []
@@ -149,7 +164,7 @@ def test_batches_and_quarantine_are_held_back_too() -> None:
     session.finished(probe, 5.0)
     session.tick(5.0)
     assert session.take_isolated() == [[isolated]]
-    session.postponed([isolated], 6.0)
+    session.postponed([isolated])
     assert session.take_isolated() == [[isolated]]
 
 

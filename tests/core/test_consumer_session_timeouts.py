@@ -316,7 +316,7 @@ def test_timeouts_in_a_pause_of_the_kill_switch_make_no_suspect() -> None:
     *failing, waiting = deliver(session, items(3))
     session.finished([Failed(item, failure(delay=1000)) for item in failing], 0.0)
     assert session.take_pause()
-    session.postponed([waiting], 0.0)
+    session.postponed([waiting])
     for generation in (1, 2):
         struck(session, generation)
         assert deliver(session, [back(generation, message_id="m3")], 0.0) == []

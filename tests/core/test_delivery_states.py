@@ -67,7 +67,7 @@ def recalled() -> None:
     [first, second, third] = deliver(session, items(3))
     session.finished([Failed(first, failure())], 0.0)
     assert session.take_pause()
-    session.postponed([second], 0.0)
+    session.postponed([second])
     session.recalled([third])
 
 

@@ -62,16 +62,17 @@ class Dispatcher:
         if alone:
             self._ready.append(delivery if self._batcher is None else alone)
 
-    def put_back(self, deliveries: list[Delivery], now: float) -> None:
-        """Queue dispatched deliveries again that no handler has begun with."""
+    def put_back(self, deliveries: list[Delivery]) -> None:
+        """Queue dispatched deliveries again that no handler has begun with, before all others."""
         for delivery in deliveries:
             delivery.state = DeliveryState.QUEUED
         deliveries = self._without_quarantined(deliveries)
         if self._batcher is None:
             self._ready[:0] = deliveries
         else:
-            self._ready[:0] = [[delivery] for delivery in deliveries if delivery.redelivered]
-            self._ready += self._batcher.add([delivery for delivery in deliveries if not delivery.redelivered], now)
+            alone = [[delivery] for delivery in deliveries if delivery.redelivered]
+            others = [delivery for delivery in deliveries if not delivery.redelivered]
+            self._ready[:0] = [*alone, *self._batcher.split(others)]
 
     def due(self, now: float) -> None:
         """Advance the timers of batches and of the kill switch to ``now``."""
@@ -174,12 +175,17 @@ class Batcher:
 
     def add(self, deliveries: list[Delivery], now: float) -> list[list[Delivery]]:
         """Add deliveries, in order. Return the batches that are full."""
-        waiting, size = [*self._waiting, *deliveries], self.batch_size
-        full = len(waiting) - len(waiting) % size
+        waiting = [*self._waiting, *deliveries]
+        full = len(waiting) - len(waiting) % self.batch_size
         if full or not self._waiting:
             self._since = now
         self._waiting = waiting[full:]
-        return [waiting[start : start + size] for start in range(0, full, size)]
+        return self.split(waiting[:full])
+
+    def split(self, deliveries: list[Delivery]) -> list[list[Delivery]]:
+        """Return batches of the deliveries, all full except the last."""
+        size = self.batch_size
+        return [deliveries[start : start + size] for start in range(0, len(deliveries), size)]
 
     def due(self, now: float) -> list[list[Delivery]]:
         """Return the batch that has waited long enough, if any."""

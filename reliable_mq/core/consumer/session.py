@@ -282,12 +282,12 @@ class ConsumerSession:
         self._running -= len(deliveries)
         self._settlement.return_unhandled(self._outcomes.still_running(deliveries))
 
-    def postponed(self, deliveries: Sequence[Delivery], now: float) -> None:
+    def postponed(self, deliveries: Sequence[Delivery]) -> None:
         """Queue dispatched deliveries again that no handler has begun with."""
         self._running -= len(deliveries)
         current = self._outcomes.still_running(deliveries)
         if self.lifecycle.consuming:
-            self._dispatcher.put_back(current, now)
+            self._dispatcher.put_back(current)
         else:
             self._settlement.return_unhandled(current)
 
