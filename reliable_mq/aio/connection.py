@@ -70,7 +70,7 @@ class AsyncConnection(BaseConnection):
         if threading.get_ident() != self._thread:
             self._loop.call_soon(fn)
         elif not self._loop.asyncio.is_closed():
-            self._loop.asyncio.call_soon(self._loop.guard, fn)
+            self._loop.call_soon_here(fn)
 
     def call_and_wake(self, fn: Callable[[], None], /) -> None:
         """Run `fn` like `call_soon`, and wake the loop for it even from a signal handler.

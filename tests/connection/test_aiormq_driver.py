@@ -7,6 +7,7 @@ import socket
 import ssl
 import threading
 from collections import deque
+from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,27 @@ def test_callback_exceptions_reach_the_handler_and_stop_nothing() -> None:
         return errors, ran
 
     assert asyncio.run(main()) == (["call", "timer"], ["call"])
+
+
+def test_callbacks_have_the_context_in_which_the_loop_was_made() -> None:
+    """Otherwise a timer that a handler's result sets would keep the variables of that handler."""
+    order: ContextVar[str] = ContextVar("order", default="")
+    seen: list[str] = []
+
+    def note() -> None:
+        seen.append(order.get())
+        order.set("a callback's")
+
+    async def main() -> None:
+        loop = EventLoop(lambda error: pytest.fail(str(error)))
+        order.set("a handler's")
+        loop.call_soon(note)
+        loop.call_later(0, note)
+        await asyncio.to_thread(loop.call_soon, note)
+        await asyncio.sleep(0.01)
+
+    asyncio.run(main())
+    assert seen == ["", "", ""]
 
 
 def test_a_call_for_a_loop_that_is_closed_does_nothing() -> None:

@@ -33,6 +33,7 @@ from reliable_mq import (
 )
 from reliable_mq.aio import publisher_channel
 from reliable_mq.aio.outbox_channel import AsyncRelayPublisher
+from reliable_mq.aio.subscription import AsyncRepublisher
 from reliable_mq.connection.aiormq_driver import Link, link
 from reliable_mq.connection.connection import ConnectionState
 from reliable_mq.core.outbox import OutboxRow
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reliable_mq import Delivery
+    from reliable_mq.core.retry.dead_letters import RepublishRequest
     from tests.contract.scripted_broker import Published, ScriptedBroker
 
 HEARTBEAT = b"\x08\0\0\0\0\0\0\xce"
@@ -562,6 +564,35 @@ def test_an_async_handler_sees_only_the_context_of_its_consumer(
 
     run(main())
     assert seen == [("", "eu")] * 60
+
+
+def test_the_context_of_a_failed_handler_ends_with_it(
+    broker: ScriptedBroker, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dead letters are published without it, as one task and connection publish those of all deliveries."""
+    tenant: ContextVar[str] = ContextVar("tenant", default="")
+    region: ContextVar[str] = ContextVar("region", default="")
+    seen: list[tuple[str, str]] = []
+    put = AsyncRepublisher.put
+
+    def watched(republisher: AsyncRepublisher, republish: RepublishRequest) -> None:
+        seen.append((tenant.get(), region.get()))
+        put(republisher, republish)
+
+    async def handle(_: Delivery) -> None:
+        tenant.set("acme")
+        raise DeadLetter("no")
+
+    async def main() -> None:
+        region.set("eu")
+        async with AsyncConsumer(broker.url, Queue("q", dead_letter="q.dead"), handle):
+            broker.consuming.deliver(b"x", message_id="1")
+            await until(lambda: seen)
+
+    broker.script = acking
+    monkeypatch.setattr(AsyncRepublisher, "put", watched)
+    run(main())
+    assert seen == [("", "eu")]
 
 
 def test_closing_the_consumer_in_a_get_block_requeues_deliveries(broker: ScriptedBroker, run: Any) -> None:

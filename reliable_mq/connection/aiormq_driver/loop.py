@@ -1,12 +1,14 @@
 """The asyncio loop of a connection.
 
-The loop reports exceptions of its calls and timers, and can wait for its tasks.
+The loop reports exceptions of its calls and timers, and can wait for its tasks. Its calls and timers have the context
+variables of the code that made it, whatever task requests them.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from reliable_mq.core.reconnect import AddressOrder
@@ -32,6 +34,7 @@ class EventLoop:
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self.asyncio = asyncio.get_running_loop()
+        self._context = copy_context()
         self.on_error = on_error
         self.tasks: set[asyncio.Task[None]] = set()
         self.addresses = AddressOrder()
@@ -40,11 +43,15 @@ class EventLoop:
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop. Do nothing if the loop is closed. Thread-safe."""
         with suppress(RuntimeError):
-            self.asyncio.call_soon_threadsafe(self.guard, fn)
+            self.asyncio.call_soon_threadsafe(self.guard, fn, context=self._context.copy())
+
+    def call_soon_here(self, fn: Callable[[], None]) -> None:
+        """Run `fn` on the loop, which is open. To be called on the loop, which is cheaper."""
+        self.asyncio.call_soon(self.guard, fn, context=self._context.copy())
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
-        return self.asyncio.call_later(max(0.0, delay), self.guard, fn)
+        return self.asyncio.call_later(max(0.0, delay), self.guard, fn, context=self._context.copy())
 
     def guard(self, fn: Callable[..., None], *args: object) -> None:
         """Call `fn`, and report its exception."""
