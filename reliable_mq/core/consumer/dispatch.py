@@ -63,7 +63,7 @@ class Dispatcher:
             self._ready.append(delivery if self._batcher is None else alone)
 
     def put_back(self, deliveries: list[Delivery]) -> None:
-        """Queue dispatched deliveries again that no handler has begun with, before all others."""
+        """Queue dispatched deliveries, which no handler has begun with, before others."""
         for delivery in deliveries:
             delivery.state = DeliveryState.QUEUED
         deliveries = self._without_quarantined(deliveries)
