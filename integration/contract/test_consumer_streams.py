@@ -10,7 +10,7 @@ import pytest
 import tenacity
 
 from integration.support.consuming import Gate, Handler, numbered, publish
-from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy
+from reliable_mq import Consumer, DeadLetter, Publisher, Queue, RetryPolicy, TopologyMismatch
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
 
@@ -46,6 +46,20 @@ def test_from_the_first_every_time(any_vhost: VirtualHost) -> None:
             wait_until(lambda consumer=consumer: consumer.statistics.acked == 50, timeout=10, what="acked")
         assert handler.bodies == numbered(50)
         assert offsets(handler) == list(range(50))
+
+
+def test_a_stream_given_by_its_name_is_refused_without_an_offset(any_vhost: VirtualHost) -> None:
+    """It would begin at the next message at each reconnect, and skip the others."""
+    declare(any_vhost)
+    with (
+        pytest.raises(TopologyMismatch, match="queue 'events' is a stream: give offset="),
+        Consumer(any_vhost.url, "events", Handler()) as consumer,
+    ):
+        consumer.connect()
+    handler = Handler()
+    with Consumer(any_vhost.url, "events", handler, offset="first"):
+        publish(any_vhost, "events", [b"0"])
+        handler.wait_bodies([b"0"])
 
 
 def test_from_what_comes_next(any_vhost: VirtualHost) -> None:
