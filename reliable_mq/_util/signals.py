@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ReplacedHandlers", "next_signal", "stop_signals_handled", "wait_heeding_signals"]
 
-_LOOK_EVERY: Final = 0.5  # seconds
+_CHECK_EVERY: Final = 0.5  # seconds
 
 
 def wait_heeding_signals(
@@ -44,7 +44,7 @@ def wait_heeding_signals(
 
     ``never_set`` returns whether nothing can set it any more, which ends the wait, too.
     """
-    while not (over.wait(_LOOK_EVERY) or never_set()):
+    while not (over.wait(_CHECK_EVERY) or never_set()):
         pass
 
 
@@ -56,7 +56,7 @@ def next_signal(received: SimpleQueue[int]) -> int:
     """
     while True:
         try:
-            return received.get(timeout=_LOOK_EVERY)
+            return received.get(timeout=_CHECK_EVERY)
         except Empty:
             continue
 

@@ -35,7 +35,8 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.retry import KillSwitch, RetryPolicy
 from reliable_mq.stores.protocol import AsyncIdempotencyStore, IdempotencyStore
 from reliable_mq.topology import DEFAULT, Declaration, DefaultDeadLetter, Queue, declarations
-from reliable_mq.topology.arguments import Arguments, check_name
+from reliable_mq.topology.arguments import CONSUMER_TIMEOUT as TIMEOUT_ARGUMENT
+from reliable_mq.topology.arguments import SINGLE_ACTIVE_CONSUMER, Arguments, check_name
 from reliable_mq.tracing.tracing import CopyTracing, Tracing
 from reliable_mq.url import parse_url
 
@@ -62,9 +63,7 @@ _LONGEST_NAME: Final = 200  # bytes; consumer tags, which are short strings, beg
 _OFFSETS: Final = ("first", "last", "next")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _REST: Final = 0.01  # seconds between acks sent while no handler runs; at this rate they cost nothing
-_CONSUMER_TIMEOUT: Final = "x-consumer-timeout"  # milliseconds
 _DELAYED_RETRY: Final = "x-delayed-retry-"  # the beginning of the names of its arguments
-_SINGLE_ACTIVE: Final = "x-single-active-consumer"
 _READ_ABOVE: Final = 1024 * 1024  # bytes above `max_body_bytes` that are still read, to dead-letter with a reason
 
 _BATCH_WAIT: Final = 1.0  # seconds, by default
@@ -336,7 +335,7 @@ class ConsumerOptions:
         queue = self._queue
         if isinstance(queue, str):
             return False
-        return queue.single_active_consumer or queue.arguments.get(_SINGLE_ACTIVE) is True
+        return queue.single_active_consumer or queue.arguments.get(SINGLE_ACTIVE_CONSUMER) is True
 
     @property
     def consumer_timeout(self) -> float | None:
@@ -344,8 +343,8 @@ class ConsumerOptions:
 
         The arguments of the queue override it.
         """
-        queue = self._queue.arguments.get(_CONSUMER_TIMEOUT) if isinstance(self._queue, Queue) else None
-        given = [value / 1000 for value in (queue, self._arguments.get(_CONSUMER_TIMEOUT)) if isinstance(value, int)]
+        queue = self._queue.arguments.get(TIMEOUT_ARGUMENT) if isinstance(self._queue, Queue) else None
+        given = [value / 1000 for value in (queue, self._arguments.get(TIMEOUT_ARGUMENT)) if isinstance(value, int)]
         return min(given, default=self._consumer_timeout)
 
     def change_prefetch(self, prefetch: int) -> None:

@@ -19,8 +19,10 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import Any, TypeAlias, TypeVar
+
+from reliable_mq._util.generators import drive_async
 
 __all__ = ["Steps", "awaiting", "blocking", "calling"]
 
@@ -50,20 +52,13 @@ def blocking(steps: Steps[T], interruption: BaseException | None = None) -> T:
         return blocking(steps, error)  # it was raised here, between two steps
 
 
-async def awaiting(steps: Steps[T]) -> T:
+def awaiting(steps: Steps[T]) -> Coroutine[Any, Any, T]:
     """Carry out the steps of an asyncio call, and await each of them."""
-    try:
-        step = next(steps)
-        while True:
-            try:
-                outcome = await step
-            except BaseException as error:  # noqa: BLE001  # the steps decide
-                step = steps.throw(error)
-            else:
-                step = steps.send(outcome)
-    except StopIteration as end:
-        result: T = end.value
-        return result
+    return drive_async(steps, _itself)
+
+
+def _itself(step: Awaitable[Any]) -> Awaitable[Any]:
+    return step
 
 
 def calling(calls: Generator[Any, Any, T], perform: Callable[[Any], Any]) -> Steps[T]:

@@ -17,7 +17,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
@@ -78,7 +78,7 @@ class Job:
         self.ended: datetime | None = None
         self.done = self.total = self.count = 0
         self.report: ReplayReport | None = None
-        self.failures: Sequence[tuple[str, str]] = ()
+        self.failures: list[tuple[str, str]] = []
         self.file: BinaryIO | None = None
         self.error = ""
         self.stop = threading.Event()

@@ -244,8 +244,8 @@ class Operations:
         job.details, job.options, job.report = options.details, options.pairs, report
 
         def note_failures() -> None:
-            first = report.failures[:_FAILURES_KEPT]
-            job.failures = [((message.message_id or "without id")[:80], str(error)[:500]) for message, error in first]
+            for message, error in report.failures[len(job.failures) : _FAILURES_KEPT]:
+                job.failures.append(((message.message_id or "without id")[:80], str(error)[:500]))
 
         def progress(done: int, total: int) -> None:
             note_failures()

@@ -23,7 +23,7 @@ from reliable_mq.cli.doctor.management import QueueView, Route, Snapshot
 from reliable_mq.core.consumer.quarantine import QUARANTINE_SUFFIX
 from reliable_mq.core.retry.delay_queues import DelayQueue
 from reliable_mq.topology import DEAD_SUFFIX
-from reliable_mq.topology.arguments import ARGUMENTS, REPLICATED, lint_arguments
+from reliable_mq.topology.arguments import ARGUMENTS, DEAD_LETTER_STRATEGY, REPLICATED, lint_arguments
 
 __all__ = [
     "dead_letter_queues",
@@ -58,7 +58,7 @@ def _delay_queue(queue: QueueView) -> DelayQueue | None:
     name, arguments = DelayQueue.of(queue.name), queue.raw.get("arguments") or {}
     if name is None:
         return None
-    at_least_once = arguments.get("x-dead-letter-strategy") == "at-least-once"
+    at_least_once = arguments.get(DEAD_LETTER_STRATEGY) == "at-least-once"
     return name if at_least_once or arguments.get("x-message-ttl") == name.milliseconds else None
 
 

@@ -217,8 +217,6 @@ class StageSession:
         self._acks.delivered(messages[0][1].delivery_tag, messages[-1][1].delivery_tag)
         self._acks.finished([delivery.delivery_tag for _, delivery in messages], now)
         over = each.tail.start is None
-        if each.tail.start != "last":
-            self._progress_at = now
         try:
             for offset, delivery in messages:
                 if not over:
@@ -229,7 +227,7 @@ class StageSession:
             each.settled = Settled(each.tail.low, each.tail.marker)
             epoch.tail.update(filter(None, each.tail.identities))
             each.tail.identities.clear()
-        if over:
+        if over or each.tail.start != "last":
             self._progress_at = now
         if all(every.settled is not None for every in epoch.partitions):
             self.state = EpochState.MOVING
