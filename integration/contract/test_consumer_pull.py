@@ -391,6 +391,20 @@ def test_a_stream_cannot_be_asked(vhost: VirtualHost) -> None:
     consumer.close()
 
 
+def test_a_single_active_consumer_queue_cannot_be_asked(any_vhost: VirtualHost) -> None:
+    """Of quorum queues. RabbitMQ gives from a classic one."""
+    for kind in ("quorum", "classic"):
+        with Publisher(any_vhost.url, topology=[Queue(kind, type=kind, single_active_consumer=True)]) as publisher:
+            publisher.publish(Message(b"0"), routing_key=kind)
+    consumer = Consumer(any_vhost.url, "quorum", reconnect_wait=SOON)
+    with pytest.raises(ConsumeError, match="405"), consumer.get(1, timeout=10):
+        pass
+    consumer.close()
+    single = Queue("classic", type="classic", single_active_consumer=True)
+    with Consumer(any_vhost.url, single) as consumer, consumer.get(1, timeout=10) as deliveries:
+        assert bodies(deliveries) == [b"0"]
+
+
 def test_what_does_not_go_together(vhost: VirtualHost) -> None:
     """A handler with get(), run() without one, invalid numbers, a stopped consumer."""
     with Consumer(vhost.url, ORDERS, Handler()) as consumer, pytest.raises(UsageError), consumer.get():

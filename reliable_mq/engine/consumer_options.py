@@ -333,9 +333,9 @@ class ConsumerOptions:
     def single_active(self) -> bool:
         """Whether the queue is known to have a single active consumer."""
         queue = self._queue
-        if isinstance(queue, str):
-            return False
-        return queue.single_active_consumer or queue.arguments.get(SINGLE_ACTIVE_CONSUMER) is True
+        return isinstance(queue, Queue) and (
+            queue.single_active_consumer or queue.arguments.get(SINGLE_ACTIVE_CONSUMER) is True
+        )
 
     @property
     def consumer_timeout(self) -> float | None:
@@ -551,6 +551,8 @@ class ConsumerOptions:
             del given["retry"], given["dead_letter"]
             given |= {"ack_mode='automatic'": automatic, "a stream": self.is_stream}
             _refuse_with(given, "a consumer without a handler: what get() gives is settled one by one")
+            single = isinstance(self._queue, Queue) and self._queue.type == "quorum" and self.single_active
+            _refuse_with({"single_active_consumer=True": single}, "get() on a quorum queue: RabbitMQ refuses it")
         if self.is_stream:
             given = {"ack_mode='automatic'": automatic, "prefetch=0": self.prefetch == 0}
             _refuse_with(given, "a stream: RabbitMQ refuses it")

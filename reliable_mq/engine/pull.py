@@ -50,6 +50,7 @@ _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an emp
 ANSWER = 5.0  # seconds to wait for the broker's answers to the last requests
 LONGEST_WAIT = 1e8  # seconds, which every timer accepts
 _REFUSALS = frozenset({ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_IMPLEMENTED})  # a stream has no basic.get
+_SINGLE_ACTIVE = "single active consumer"  # in the text of RESOURCE_LOCKED; otherwise the queue is another's for now
 
 
 class PulledDelivery(Delivery):
@@ -329,7 +330,8 @@ class BasePullSubscription(BaseSubscription):
         with self._guard:
             self._missing = loss.by_broker and loss.code == ReplyCode.NOT_FOUND
         super().lost(generation, loss)
-        if loss.by_broker and loss.code in _REFUSALS:
+        single = loss.code == ReplyCode.RESOURCE_LOCKED and _SINGLE_ACTIVE in loss.text
+        if loss.by_broker and (single or loss.code in _REFUSALS):
             self.error = ConsumeError(
                 f"the broker does not give from queue {self._options.queue_name!r}: {loss.code} {loss.text}"
             )

@@ -390,6 +390,22 @@ def test_a_handler_may_retry_in_spite_of_broken_headers(broker: ScriptedBroker, 
     assert broker.published == []
 
 
+def test_get_from_a_single_active_consumer_queue_is_refused(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    """RabbitMQ never gives from it, so an empty list would hide its messages."""
+    text = "basic.get operations are not supported by quorum queues with single active consumer"
+    broker.refusals["Basic.Get"] = 405, f"RESOURCE_LOCKED - cannot obtain access to locked queue 'orders'. {text}"
+    consumer = new_consumer(None)
+    with pytest.raises(ConsumeError, match=text), consumer.get(1, timeout=1):
+        pass
+    consumer.close()
+
+
+def test_get_from_a_queue_locked_by_another_waits(broker: ScriptedBroker, new_consumer: NewConsumer) -> None:
+    broker.refusals["Basic.Get"] = 405, "RESOURCE_LOCKED - cannot obtain exclusive access to locked queue 'orders'"
+    with new_consumer(None) as consumer, consumer.get(1, timeout=0.1) as deliveries:
+        assert deliveries == []
+
+
 FAR_TOO_LARGE = 500  # frames: 64 MB
 
 

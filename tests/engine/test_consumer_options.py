@@ -21,6 +21,7 @@ from tests.core.steps import steps_of
 ORDERS = Queue("orders")
 WEST = timezone(timedelta(hours=-1))
 EVENTS = Queue("events", type="stream")
+SINGLE = Queue("orders", single_active_consumer=True)
 SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
 
 
@@ -113,6 +114,7 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"handler": None, "batch_size": 5}, "batch_size does not go with a consumer without a handler"),
         ({"handler": None, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a consumer without"),
         ({"handler": None, "queue": EVENTS}, "a stream does not go with a consumer without a handler"),
+        ({"handler": None, "queue": SINGLE}, "single_active_consumer=True does not go with get() on a quorum queue"),
     ],
 )
 def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], says: str) -> None:
