@@ -33,6 +33,7 @@ __all__ = [
     "CommitStatus",
     "InboxClaim",
     "SettlementRetries",
+    "StoreHealth",
     "check_options",
     "checked_key",
     "key_prefix",
@@ -133,6 +134,41 @@ class InboxClaim:
         self.transaction = transaction
         self.commit = CommitStatus.NONE  # of a transaction of the handler that marks the claim as done
         self.recorded_in: object = None  # the newest transaction of the database that marks it as done
+
+
+class StoreHealth:
+    """Whether a store answers. Thread-safe.
+
+    Calls run concurrently. One that fails says nothing if the store has answered another since it began.
+
+    Args:
+        clock: A callable that returns the current time in seconds, on a monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.clock = clock
+        self._answered_at = float("-inf")
+        self._failure: tuple[float, float, str] | None = None  # the start of the failed call, and `failing`
+
+    @property
+    def failing(self) -> tuple[float, str] | None:
+        """Since when the store fails, and its last error. None if it answers."""
+        failure = self._failure
+        return None if failure is None or failure[0] <= self._answered_at else failure[1:]
+
+    def answered(self) -> None:
+        """Record that the store has answered a call."""
+        self._answered_at = self.clock()
+
+    def failed(self, start: float, problem: str) -> None:
+        """Record that a call that began at ``start`` had no answer."""
+        failing = self.failing
+        since = self.clock() if failing is None else failing[0]
+        self._failure = start, since, problem
+
+    def forget(self) -> None:
+        """Forget a failure, because no call will show that the store answers again."""
+        self._failure = None
 
 
 class SettlementRetries:

@@ -209,7 +209,7 @@ class BaseSubscription(NullListener):
 
     def signs(self, now: float, stuck_after: float) -> ConsumerSigns:
         """Return the signs of health. Thread-safe. Does not wait."""
-        store_failing = None if self.claiming is None else self.claiming.failing
+        store_failing = None if self.claiming is None else self.claiming.store.failing
         signs = self._vitals.signs(self.session, self._io, self.error, now, stuck_after, store_failing)
         if self.republisher is None:
             return signs
@@ -302,7 +302,7 @@ class BaseSubscription(NullListener):
         """Forget the channel. The broker delivers all unacked messages again."""
         self._vitals.unsubscribed(printable(loss.text))
         if self.claiming is not None:
-            self.claiming.failing = None  # the deliveries whose claims would show that the store is back are gone
+            self.claiming.store.forget()  # the deliveries that would be claimed again are gone
         self._delivery_check.end()
         self._in_quarantine = False
         self._record.lost(time.monotonic())

@@ -35,7 +35,7 @@ from reliable_mq.core.consumer.handler import (
     settling,
     settling_rest,
 )
-from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, namespace_of
+from reliable_mq.core.idempotency import Claim, ClaimStatus, CommitStatus, StoreHealth, namespace_of
 from reliable_mq.stores import MemoryStore
 from tests.core.deliveries import delivery, failures
 
@@ -748,7 +748,7 @@ def test_a_store_fails_from_its_first_failure_until_it_answers() -> None:
     """Whatever its answer is, and before a handler that runs long has ended."""
 
     def handle(_item: Delivery) -> None:
-        seen.append(runner.claiming.failing if runner.claiming else None)
+        seen.append(runner.claiming.store.failing if runner.claiming else None)
 
     seen: list[object] = []
     runner = Runner(handle)
@@ -756,20 +756,41 @@ def test_a_store_fails_from_its_first_failure_until_it_answers() -> None:
     item = delivery(message_id="m1")
     runner.broken = {ClaimKeys}
     only(runner(item))
-    assert runner.claiming.failing == (7.0, "IdempotencyStoreError: no answer")
+    assert runner.claiming.store.failing == (7.0, "IdempotencyStoreError: no answer")
     runner.broken = set()
     runner.answers[ClaimKeys] = []
     only(runner(item))
-    assert runner.claiming.failing == (7.0, "the store gave 0 answers to 1 questions")
+    assert runner.claiming.store.failing == (7.0, "the store gave 0 answers to 1 questions")
     del runner.answers[ClaimKeys]
     assert only(runner(item)) is item
     assert seen == [None]
-    assert runner.claiming.failing is None
+    assert runner.claiming.store.failing is None
     runner.broken = {ClaimKeys}
     only(runner(delivery(message_id="m2")))
     runner.broken = set()
     assert only(runner(item)) == Skipped(item, SkipReason.DUPLICATE)
-    assert runner.claiming.failing is None
+    assert runner.claiming.store.failing is None
+
+
+def test_a_late_failure_says_nothing_if_the_store_answers() -> None:
+    """A call without an answer may time out after all later ones were answered, and be the last one."""
+    now = 0.0
+    store = StoreHealth(lambda: now)
+    store.failed(0.0, "refused")
+    first = now = 1.0
+    second = now = 2.0
+    store.answered()
+    now = 3.0
+    store.failed(first, "no answer in time")
+    store.failed(second, "no answer in time")
+    assert store.failing is None
+    now = 4.0
+    store.failed(3.0, "no answer in time")
+    now = 5.0
+    store.failed(3.5, "refused")
+    assert store.failing == (4.0, "refused")
+    store.forget()
+    assert store.failing is None
 
 
 def test_deliveries_that_are_being_begun_are_not_taken_over() -> None:

@@ -58,6 +58,7 @@ from reliable_mq.core.idempotency import (
     CommitStatus,
     InboxClaim,
     SettlementRetries,
+    StoreHealth,
     checked_key,
     key_prefix,
 )
@@ -193,10 +194,6 @@ class ClaimPolicy:
         max_attempts: The number of failed attempts after which the handler is no longer called.
         transaction: The store's method of that name, for the handler. None if it has none.
         clock: A callable that returns the current time in seconds, on a monotonic clock.
-
-    Attributes:
-        failing: Since when the store fails, and its last error. None if it answered the last call. May be read and set
-            on any thread.
     """
 
     def __init__(
@@ -218,13 +215,7 @@ class ClaimPolicy:
         self.max_attempts = max_attempts
         self.transaction = transaction
         self.retries = SettlementRetries()
-        self.failing: tuple[float, str] | None = None
-        self._clock = clock
-
-    def failed(self, problem: str) -> None:
-        """Note that the store has not answered. Thread-safe."""
-        failing = self.failing
-        self.failing = (self._clock() if failing is None else failing[0], problem)
+        self.store = StoreHealth(clock)
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Return the key to claim for a delivery, or None without a key."""
@@ -576,14 +567,15 @@ def _ask(
     """Return the ``count`` answers of the store, or the text of its error."""
     if not count:
         return []
+    start = claiming.store.clock()
     try:
         answer = list((yield step))
     except Exception as error:  # noqa: BLE001 -- a store is the user's to write
         problem = shown(error)
     else:
         if len(answer) == count:
-            claiming.failing = None
+            claiming.store.answered()
             return answer
         problem = f"the store gave {len(answer)} answers to {count} questions"
-    claiming.failed(problem)
+    claiming.store.failed(start, problem)
     return problem
