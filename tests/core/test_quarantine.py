@@ -545,6 +545,24 @@ def test_the_active_consumer_gives_back_through_a_delay_queue(queues: bool) -> N
     )
 
 
+@pytest.mark.parametrize(
+    "error", [PublishBlocked("blocked"), PublishRefused("no", reply_code=403, reply_text="ACCESS_REFUSED")]
+)
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_delivery_that_cannot_be_given_back_is_kept(stops: bool, error: Exception) -> None:
+    """Whether the active consumer stops, or the broker cancels a subscription. Another publish would fail, too."""
+    session = subscribed(queues=True, single_active=stops)
+    session.delivered([isolated(republished(session), 2)], 0.0)
+    if stops:
+        session.stop(keep=True)
+    else:
+        session.cancelled(session.lifecycle.consumer_tag, 0.0)
+    session.published(only_republish(session), error, 0.0)
+    assert session.take_republishes() == []
+    assert session.take_output(0.0) == b""
+    assert session.drained
+
+
 def test_the_end_publishes_nothing() -> None:
     session = subscribed()
     session.delivered([isolated(moved(session), 2)], 0.0)

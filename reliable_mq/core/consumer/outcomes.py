@@ -340,7 +340,10 @@ class OutcomeHandler:
         delivery = republish.delivery
         self._statistics.republish_failed += 1
         self._settlement.log(LogEventKind.REPUBLISH_FAILED, delivery, str(error))
-        if republish.purpose is RepublishReason.QUARANTINE and self.in_quarantine(delivery):  # it is returned
+        if self.in_quarantine(delivery) and (
+            republish.purpose is RepublishReason.QUARANTINE  # it is returned
+            or (republish.purpose is RepublishReason.RETRY and not self._settlement.consuming)  # not again and again
+        ):
             self._settlement.requeue([delivery])
             return
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # for example, too large with our headers

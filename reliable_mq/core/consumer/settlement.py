@@ -339,6 +339,10 @@ class Settlement:
                 self._finished[delivery.delivery_tag] = delivery
         return self.acks.finished([delivery.delivery_tag for delivery in deliveries], now)
 
+    @property
+    def consuming(self) -> bool:
+        return self._lifecycle.consuming
+
     def hold(self, item: Delivery | RepublishRequest, due: float) -> None:
         """Hold a delivery, or a publish of it, until ``due``, or requeue it in a stop."""
         delivery = item.delivery if isinstance(item, RepublishRequest) else item
