@@ -122,6 +122,20 @@ def test_a_replayed_message_that_waits_keeps_its_origin() -> None:
     assert out.headers == table
 
 
+def test_the_trace_context_of_a_dead_letter_comes_back() -> None:
+    """A handler of a dead-letter queue has it in every attempt."""
+    table = {headers.FORMAT: 1, headers.TRACE_CONTEXT: "00-1-2-01"}
+    item = delivery(headers=table)
+    item.attempt_context = "00-3-4-01"
+    out, _ = through(item)
+    assert out.headers == table
+    assert out.attempt_context == "00-3-4-01"
+
+
+def test_a_header_that_would_be_overwritten_is_not_encoded() -> None:
+    assert encode_retry_headers(delivery(headers={"CC": ["a"], headers.ORIGINAL_CC: ["b"]})) is None
+
+
 def test_twice_through_is_the_same_as_once() -> None:
     item = delivery(exchange="shop", headers={"CC": ["a"], headers.FORMAT: 1, "z": 1}, expiration=short("1"))
     once, _ = through(item)

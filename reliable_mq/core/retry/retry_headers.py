@@ -8,10 +8,10 @@ Invariants:
 - A value of ours that is out of range is ignored.
 
 Some properties and headers may not stay in place while the message waits. ``CC`` and ``BCC`` (the message would be
-routed there again), the headers of earlier dead-lettering (the broker overwrites them) and the format of a dead letter
-or replayed message (a waiting message has its own) are renamed. ``user_id`` (that of another user closes the channel)
-and ``expiration`` (it would shorten the delay) move into the header `headers.RETRY`, with the exchange and routing key,
-which a delay queue does not keep. The attempt is in `headers.ATTEMPT`.
+routed there again), the headers of earlier dead-lettering (the broker overwrites them), and the format and trace
+context of a dead letter or replayed message (a waiting message has its own) are renamed. ``user_id`` (that of another
+user closes the channel) and ``expiration`` (it would shorten the delay) move into the header `headers.RETRY`, with the
+exchange and routing key, which a delay queue does not keep. The attempt is in `headers.ATTEMPT`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ DEATHS: Final = (
     "x-last-death-queue",
     "x-last-death-reason",
 )
-_MOVED: Final = {name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC", headers.FORMAT, *DEATHS)}
+_MOVED: Final = {
+    name: headers.ORIGINAL + name.lower() for name in ("CC", "BCC", headers.FORMAT, headers.TRACE_CONTEXT, *DEATHS)
+}
 _CLEARED: Final = ("user_id", "expiration")
 
 
@@ -81,6 +83,8 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
     try:
         names = view.header_names()
         moved = {name: new for name, new in _MOVED.items() if name in names}
+        if any(new in names for new in moved.values()):
+            return None
         table: dict[str, object] = {
             "exchange": wire_text(delivery.exchange),
             "routing-key": wire_text(delivery.routing_key),
@@ -109,9 +113,8 @@ def encode_retry_headers(delivery: Delivery, path: Sequence[int] = (), *, suspec
         }
         if delivery.attempt_context is not None:
             ours[headers.TRACE_CONTEXT] = delivery.attempt_context
-        stale = [new for name, new in _MOVED.items() if name in moved]
         return rewrite_properties(
-            raw, set_headers=ours, drop_headers=(*BROKER_COUNTS, *stale), rename_headers=moved, clear=_CLEARED
+            raw, set_headers=ours, drop_headers=BROKER_COUNTS, rename_headers=moved, clear=_CLEARED
         )
     except (CodecError, ConfigurationError):
         return None
