@@ -71,7 +71,7 @@ _S = QuarantineState
 TRANSITIONS: Final[Mapping[str, Mapping[QuarantineState, set[QuarantineState]]]] = {
     "a channel is set up": {_S.NO_CHANNEL: {_S.WAITING}},
     "the moment is over": {_S.WAITING: {_S.SUBSCRIBED}},
-    "the consumer stops": {_S.WAITING: {_S.LEFT_OUT}},
+    "the consumer stops, or the broker cancels it": {_S.WAITING: {_S.LEFT_OUT}},
     "the channel is lost": {state: {_S.NO_CHANNEL} for state in (_S.WAITING, _S.SUBSCRIBED, _S.LEFT_OUT)},
 }
 del _S
