@@ -161,7 +161,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         try:
             with on_signals(partial(self._on_signal, subscription)):
                 await subscription.ended.wait()
-                self.stop()  # the subscription may have ended by itself
+                self._ended(subscription)
                 await awaiting(self._finish(subscription, self._pools))
         except asyncio.CancelledError:
             await self._finish_cancelled(subscription)

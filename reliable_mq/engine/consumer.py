@@ -107,6 +107,7 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
     _starters = 0  # callers that wait for the first attempts of the subscription
     _is_kept = False  # whether the subscription stays after errors: started by `run` or ``with``, or connected once
     _stop_by: float | None = None  # the deadline for the stop, on the monotonic clock
+    _given_up = ""  # the error that ended `run`, until the program closes the consumer
 
     @declared_by(ConsumerOptions.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -217,13 +218,19 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
         closed = ""
         if self._is_forked:
             closed = "made before fork(): it belongs to the parent process"
-        elif self._is_stopped:
+        elif self._is_stopped and not self._given_up:
             closed = "stopped" if self._state is RunState.FINISHED else "stopping"
         now, subscription = time.monotonic(), self._subscription
-        if subscription is not None and not closed:
+        if subscription is not None and not closed and not self._given_up:
             signs = subscription.signs(now, limit)
         else:
-            signs = ConsumerSigns(changed_at=self._changed_at, stuck_after=limit, closed=closed, started=False)
+            signs = ConsumerSigns(
+                changed_at=self._changed_at,
+                stuck_after=limit,
+                closed=closed,
+                started=False,
+                given_up=self._given_up,
+            )
         return health_of(signs, now, time.time())
 
     def __repr__(self) -> str:
@@ -423,6 +430,7 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
             return
         if any(pool.is_current for pool in self._pools):
             raise UsageError("a handler cannot close its own consumer, which waits for it: call stop()")
+        self._given_up = ""
         if self._state is RunState.FINISHED:
             return
         self._check_loop()
@@ -431,6 +439,12 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
             yield from self._finish(self._subscription, self._pools)
         else:
             self._finished()
+
+    def _ended(self, subscription: SubscriptionT) -> None:
+        """Stop after the end of the subscription, which may have ended by itself."""
+        if subscription.error is not None:
+            self._given_up = str(subscription.error)
+        self.stop()
 
     def _finish(self, subscription: SubscriptionT, pools: tuple[PoolT, ...]) -> Steps[None]:
         """Wait for the end, and leave nothing behind. Several callers may do so."""

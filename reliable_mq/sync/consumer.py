@@ -93,7 +93,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
                 try:
                     wait_heeding_signals(subscription.ended, lambda: subscription.loop_over)
                 finally:
-                    self.stop()  # the subscription may have ended by itself
+                    self._ended(subscription)
                     blocking(self._finish(subscription, self._pools))
         except ReliableMQError:
             raise

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reliable_mq import AsyncPublisher, KillSwitch, Message, Publisher, RetryPolicy
-from reliable_mq.errors import ConfigurationError, IdempotencyStoreError, OutboxError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, IdempotencyStoreError, OutboxError
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
@@ -306,6 +306,23 @@ def test_a_consumer_is_ready_while_it_is_subscribed(broker: ScriptedBroker, new_
         inner(consumer).stop()
         assert states(inner(consumer).health()) == (True, False, True)
         assert inner(consumer).health().reason == "stopping"
+    assert inner(consumer).health().reason == "stopped"
+
+
+def test_a_consumer_whose_run_gave_up_is_not_live(broker: ScriptedBroker, new_consumer: NewClient) -> None:
+    """It is live again once the program has closed it."""
+    consumer = new_consumer(lambda _delivery: None, reconnect_stop=lambda _rounds: True)
+    consumer.connect()
+    broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+    broker.consuming.connection.cut()
+    with pytest.raises(BrokerUnavailable):
+        consumer.run()
+    health = inner(consumer).health()
+    assert states(health) == (False, False, True)
+    assert health.reason.startswith("given up: ")
+    assert "INTERNAL_ERROR" in health.reason
+    consumer.close()
+    assert states(inner(consumer).health()) == (True, False, True)
     assert inner(consumer).health().reason == "stopped"
 
 
