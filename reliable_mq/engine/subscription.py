@@ -22,7 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
-from reliable_mq._util.logs import LogLimit, get_logger
+from reliable_mq._util.logs import LogLimit, get_logger, given_up_logger
 from reliable_mq.codec.methods import Cancel, SetPrefetch
 from reliable_mq.connection.interfaces import NullListener
 from reliable_mq.connection.new_queues import QueueRecord
@@ -328,6 +328,9 @@ class BaseSubscription(NullListener):
             return  # running handlers are still waited for
         if not will_retry or (isinstance(error, TopologyMismatch) and not is_missing(error)):
             self.error = error
+            if will_retry:  # else the connection has logged it
+                names = self._options.name, self._options.queue_name
+                given_up_logger.error("consumer %r of queue %r gives up: %s", *names, error)
             self._end()
         elif self._attempts_left <= 0:
             self._first_attempts_over.set()

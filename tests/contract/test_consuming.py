@@ -752,6 +752,35 @@ def test_a_queue_that_came_back_with_other_arguments_ends_it(broker: ScriptedBro
         consumer.run()
 
 
+def test_a_changed_queue_that_ends_a_consumer_is_an_error(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, although the connection would try again."""
+    consumer = new_consumer(Handler(), ORDERS, name="shop")
+    consumer.connect()
+    text = "PRECONDITION_FAILED - inequivalent arg 'x-queue-type' for queue 'orders' in vhost '/': received 'quorum'"
+    broker.refusals["Queue.Declare"] = 406, f"{text} but current is 'classic'"
+    broker.consuming.connection.cut()
+    with pytest.raises(TopologyMismatch, match="x-queue-type"):
+        consumer.run()
+    [error] = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert error.startswith("consumer 'shop' of queue 'orders' gives up: ")
+    assert "x-queue-type" in error
+
+
+def test_an_end_without_another_attempt_is_logged_once(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    consumer = new_consumer(Handler(), ORDERS, reconnect_stop=lambda _: True)
+    consumer.connect()
+    broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+    broker.consuming.connection.cut()
+    with pytest.raises(BrokerUnavailable):
+        consumer.run()
+    [error] = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert "giving up" in error
+
+
 def test_a_connect_that_is_stopped_meanwhile_says_so(new_consumer: NewConsumer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         consumer = new_consumer(Handler(), url=f"amqp://127.0.0.1:{silent.getsockname()[1]}", connect_timeout=30)
