@@ -13,6 +13,7 @@ Invariant: a gauge shows the last reply of the broker, and disappears when there
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Self
@@ -91,6 +92,7 @@ class QueueDepths:
         self._status: dict[str, QueueStatus] = {}
         self._doubts = dict.fromkeys(self._roles, _BELIEVED_AFTER)  # in a row; without an earlier count, 0 is believed
         self._complaints: dict[str, str] = {}
+        self._outage = ""  # the last reason why no queue could be measured, until one is
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._registry = registry
@@ -126,13 +128,16 @@ class QueueDepths:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                with AdminChannel(self._settings, name=_NAME) as channel:
+                with AdminChannel(self._settings, name=_NAME, given_up_level=logging.DEBUG) as channel:
                     while not self._stop.is_set():
                         self._measure(channel)
                         self._stop.wait(self._interval)
             except Exception as error:  # for example, no thread can be started at the moment
-                if not isinstance(error, ReliableMQError):  # the connection has logged those
+                if not isinstance(error, ReliableMQError):
                     logger.exception("failed to get the depths of the queues")
+                elif self._outage != str(error):  # once for each reason
+                    self._outage = str(error)
+                    logger.warning("%s: %s; trying again in %g s", _NAME, error, self._interval)
                 self._status = {}
                 for statistics in self._statistics.values():
                     statistics.failures += 1
@@ -157,7 +162,7 @@ class QueueDepths:
                 if not 0 < self._doubts[name] < _BELIEVED_AFTER:
                     measured[name] = QueueStatus(count.messages, count.consumers)
                 self._complaints.pop(name, None)
-        self._status = measured
+        self._status, self._outage = measured, ""
 
     # -- a scrape ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ RabbitMQ also reports them for a quorum queue whose leader does not respond.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -153,6 +154,40 @@ def test_depths_are_measured_again_once_threads_can_start(broker: ScriptedBroker
             wait_until(lambda: value("depth_failures_total") >= several, timeout=20, what="several failures")
         broker.greeting = None
         wait_until(lambda: value("messages") == 5, timeout=20, what="the gauge")
+
+
+def test_a_broker_that_is_away_is_a_warning_for_each_reason(
+    broker: ScriptedBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The depths are measured again by themselves, so nobody has given up."""
+    registry, labels = CollectorRegistry(), {"queue": QUEUE, "role": "dead_letters"}
+
+    def value(name: str) -> float:
+        return registry.get_sample_value(f"reliable_mq_queue_{name}", labels) or 0
+
+    def wait_failures(count: int) -> None:
+        wanted = value("depth_failures_total") + count
+        wait_until(lambda: value("depth_failures_total") >= wanted, timeout=20, what="failures")
+
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+    broker.count = (5, 0)
+    broker.refusals["Connection.Open"] = 541, "INTERNAL_ERROR - starting"
+    with QueueDepths(broker.url, [QUEUE], registry=registry, interval=0.05):
+        wait_failures(3)
+        [line] = told()
+        assert line.startswith("queue depths: ")
+        assert "INTERNAL_ERROR - starting" in line
+        assert line.endswith("; trying again in 0.05 s")
+        broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - vhost / not found"
+        wait_until(lambda: len(told()) == 2, timeout=20, what="the other reason")
+        broker.refusals.clear()
+        wait_until(lambda: value("messages") == 5, timeout=20, what="the gauge")
+        broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - vhost / not found"
+        broker.connections[-1].cut()
+        wait_until(lambda: "NOT_ALLOWED" in told()[-1] and len(told()) > 2, timeout=20, what="another outage")
+    assert all(record.levelno < logging.ERROR for record in caplog.records)
 
 
 def test_depths_without_a_thread_leave_nothing_behind(broker: ScriptedBroker) -> None:
