@@ -414,7 +414,8 @@ class Connector:
             self._enter(ConnectionState.GIVEN_UP)
             self._cancel_timer()
             self._drop_link("given up")
-            given_up_logger.log(self._reconnect_policy.given_up_level, "%s: giving up: %s", self._name, error)
+            if not self._reconnect_policy.quiet:
+                given_up_logger.error("%s: giving up: %s", self._name, error)
         else:
             self._enter(ConnectionState.WAITING)
             self._set_timer(wait, self._reconnect)

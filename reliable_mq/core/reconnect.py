@@ -23,7 +23,6 @@ Invariants:
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ class ReconnectPolicy:
         proven: Whether another connection with the same configuration was ready. The attribute of this name can be set
             later.
         random: The source of randomness of the default wait. A seeded one makes it repeatable.
-        given_up_level: The level of the log line about giving up. Lower if the owner connects anew and logs it itself.
+        quiet: Whether no log line says that the connection is given up, because the owner reports it.
 
     Raises:
         ConfigurationError: If an option is invalid. The message names the option.
@@ -108,7 +107,7 @@ class ReconnectPolicy:
         stop: ReconnectStop | None = None,
         proven: bool = False,
         random: Random | None = None,
-        given_up_level: int = logging.ERROR,
+        quiet: bool = False,
     ) -> None:
         if hosts < 1:
             raise ConfigurationError(f"hosts: at least one is needed, not {hosts}")
@@ -123,7 +122,7 @@ class ReconnectPolicy:
         self.broken: Exception | None = None  # raised by the wait or the stop object at the last decision
         self.host = 0  # the index of the next host to try
         self.proven = proven
-        self.given_up_level = given_up_level
+        self.quiet: Final = quiet
         self._outage_began = 0.0
         self._rounds = 0
         self._tried = 0  # attempts in this round

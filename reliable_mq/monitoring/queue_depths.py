@@ -13,7 +13,6 @@ Invariant: a gauge shows the last reply of the broker, and disappears when there
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Self
@@ -128,7 +127,7 @@ class QueueDepths:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                with AdminChannel(self._settings, name=_NAME, given_up_level=logging.DEBUG) as channel:
+                with AdminChannel(self._settings, name=_NAME) as channel:
                     while not self._stop.is_set():
                         self._measure(channel)
                         self._stop.wait(self._interval)

@@ -5,7 +5,6 @@ The steps are performed one by one while the caller waits. Each host is tried on
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Generator, Iterable
 from functools import partial
@@ -41,7 +40,6 @@ class AdminChannel(NullListener):
         settings: The hosts, credentials, TLS options and tuning parameters.
         name: The name of the connection.
         patience: Seconds for which a lost connection is retried.
-        given_up_level: The level of the log line about giving up.
 
     Attributes:
         server: The broker's server properties. Set once entered.
@@ -51,14 +49,7 @@ class AdminChannel(NullListener):
     server: ServerInfo
     frame_max: int
 
-    def __init__(
-        self,
-        settings: ConnectionSettings,
-        *,
-        name: str,
-        patience: float = 0.0,
-        given_up_level: int = logging.ERROR,
-    ) -> None:
+    def __init__(self, settings: ConnectionSettings, *, name: str, patience: float = 0.0) -> None:
         self._changed = Condition()
         self._lock = self._changed.lock
         self._ready = False
@@ -70,9 +61,7 @@ class AdminChannel(NullListener):
             settings=settings,
             setup=_no_steps,
             client=self,
-            reconnect_policy=ReconnectPolicy(
-                hosts=len(settings.endpoints), stop=self._stop, given_up_level=given_up_level
-            ),
+            reconnect_policy=ReconnectPolicy(hosts=len(settings.endpoints), stop=self._stop, quiet=True),
         )
 
     def __enter__(self) -> Self:
