@@ -75,6 +75,8 @@ class OutboxSigns:
 
     open: bool  # whether it was opened
     store_failing: StoreFailure | None = None  # None if the last message was stored
+    unstored: int = 0  # the number of messages that wait for an answer of the outbox
+    answered_at: float = 0.0  # when the outbox last answered, or when the first of these messages arrived
     relay_over: bool = False  # whether its relay has ended before it was closed
     trouble: str = ""  # why nothing can be relayed now
     trouble_since: float = 0.0
@@ -161,7 +163,11 @@ def _of_publisher(signs: PublisherSigns, now: float) -> list[_Problem]:
 def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_Problem]:
     if not outbox.open:
         return [_Problem("its outbox is not open", signs.changed_at)]
-    problems = [] if outbox.store_failing is None else _of_store_failure(outbox.store_failing, signs, now)
+    problems = [] if outbox.store_failing is None else _of_store_failure(outbox, outbox.store_failing, signs, now)
+    waited = now - outbox.answered_at
+    if outbox.unstored and waited >= signs.stuck_after:
+        text = f"{outbox.unstored} messages are not stored, and its outbox has not answered for {waited:.1f} s"
+        problems.append(_Problem(text, outbox.answered_at, progressing=False))
     if outbox.relay_over:
         problems.append(_Problem("the relay of its outbox has ended", signs.changed_at, live=False))
     if outbox.trouble and now - outbox.trouble_since >= signs.stuck_after:
@@ -170,13 +176,14 @@ def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_
     return problems
 
 
-def _of_store_failure(failure: StoreFailure, signs: PublisherSigns, now: float) -> list[_Problem]:
+def _of_store_failure(outbox: OutboxSigns, failure: StoreFailure, signs: PublisherSigns, now: float) -> list[_Problem]:
     """Find the problem of an outbox that fails to store messages.
 
     It ends with the next stored message, or a while after the last failure. A failed message is not tried again, and a
     publisher that is not ready gets no traffic: only new traffic shows whether the outbox can store messages again.
+    While messages wait for an answer, the answer will show it.
     """
-    if now - failure.last >= _STORE_FAILURE_LASTS:
+    if not outbox.unstored and now - failure.last >= _STORE_FAILURE_LASTS:
         return []
     progressing = now - failure.since < signs.stuck_after
     text = f"its outbox cannot store messages: {failure.reason}"

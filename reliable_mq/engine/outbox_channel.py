@@ -115,12 +115,13 @@ class BaseOutboxChannel(BaseChannel[C]):
         self.outbox = outbox
         self._window = PublishWindow(options.max_outstanding, options.window.max_bytes)
         self._unstored: dict[C, None] = {}  # messages without the writer's answer, in order
+        self._answered_at = 0.0  # when the writer last answered, or when the first message without its answer arrived
         self._outbox_closed = False  # or about to be closed
         self._failing: StoreFailure | None = None  # until a message is stored
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # whether a caller of ``close`` has logged the messages left
         self._calls = DaemonExecutor(f"{options.name}-outbox-call", MAX_HANGING)
-        statistics = OutboxStatistics()
+        self._statistics = statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
             name=f"{options.name}-outbox",
@@ -219,6 +220,8 @@ class BaseOutboxChannel(BaseChannel[C]):
     def _store(self, confirmation: C) -> None:
         """Hand a message to the writer. The window has room for it."""
         self._window.take(confirmation.size)
+        if not self._unstored:
+            self._answered_at = time.monotonic()
         self._unstored[confirmation] = None
         self._writer.store(confirmation, confirmation.row)
 
@@ -240,6 +243,8 @@ class BaseOutboxChannel(BaseChannel[C]):
         return OutboxSigns(
             open=True,
             store_failing=self._failing,
+            unstored=len(self._unstored),
+            answered_at=self._answered_at,
             relay_over=self.relay.ended,
             trouble="" if error is None else str(error),
             trouble_since=since,
@@ -366,15 +371,20 @@ class BaseOutboxChannel(BaseChannel[C]):
             raise UsageError(f"this publisher is closed; what is left stays in {self.outbox!r}, for the next start")
 
     def _refuse_late(self, confirmation: C) -> NoReturn:
-        raise OutboxError(
+        error = OutboxError(
             f"{confirmation} was not stored: {self._window.count} messages before it were not, either, in time",
             message_id=confirmation.message.message_id,
         )
+        with self._guard:
+            self._note(error)
+            self._statistics.not_stored += 1
+        raise error
 
     def _settle(self, confirmations: Sequence[C], error: OutboxError | None) -> None:
         """Settle messages that the writer has stored or failed to store."""
         with self._guard:
             self._note(error)
+            self._answered_at = time.monotonic()
             size = 0
             for confirmation in confirmations:
                 self._unstored.pop(confirmation, None)
@@ -411,6 +421,7 @@ class BaseOutboxChannel(BaseChannel[C]):
 
     def _fail(self, confirmation: C, error: OutboxError) -> None:
         confirmation.stored(error)
+        self._statistics.not_stored += 1
         if not confirmation.result_observed:
             self._keep_failure(confirmation)
 

@@ -248,8 +248,6 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         if messages:
             if error is None:
                 self._statistics.stored += len(messages)
-            else:
-                self._statistics.not_stored += len(messages)
             owners = [message.owner for message in messages]
             self._call(lambda: self._on_stored(owners, error))
 

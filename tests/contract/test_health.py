@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reliable_mq import AsyncPublisher, KillSwitch, Message, Publisher, RetryPolicy
+from reliable_mq.core import health as health_module
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, IdempotencyStoreError, OutboxError
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
@@ -208,7 +209,7 @@ def test_a_publisher_is_not_ready_while_its_outbox_fails(
 
 
 def test_a_publisher_whose_outbox_hangs_is_not_ready(
-    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
 
@@ -217,7 +218,8 @@ def test_a_publisher_whose_outbox_hangs_is_not_ready(
             answers.wait(30)
             super().write(rows, settlements)
 
-    with new_publisher(outbox=Hanging(tmp_path / "outbox.db")) as publisher:
+    monkeypatch.setattr(health_module, "_STORE_FAILURE_LASTS", 0.1)
+    with new_publisher(outbox=Hanging(tmp_path / "outbox.db"), max_outstanding=1) as publisher:
         broker.script = lambda published: published.channel.ack(published.number)
         try:
             with pytest.raises(OutboxError, match="hangs"):
@@ -225,9 +227,20 @@ def test_a_publisher_whose_outbox_hangs_is_not_ready(
             health = inner(publisher).health()
             assert states(health) == (True, False, True)
             assert "hangs" in health.reason
+            with pytest.raises(OutboxError, match="was not stored: 1 messages before it"):
+                publisher.publish(Message(b"no room"), routing_key="orders", timeout=0.05)
+            assert inner(publisher)._outbox_channel.relay.statistics.not_stored == 2
+            time.sleep(0.2)
+            health = inner(publisher).health()
+            assert states(health) == (True, False, True)
+            assert "1 messages before it" in health.reason
+            health = inner(publisher).health(stuck_after=0.2)
+            assert states(health) == (True, False, False)
+            assert "1 messages are not stored, and its outbox has not answered for" in health.reason
         finally:
             answers.set()
         wait_health(publisher, lambda health: health.ready)
+        assert inner(publisher)._outbox_channel.relay.statistics.not_stored == 2
 
 
 def cause_of_failed_flush(client: Any) -> str:

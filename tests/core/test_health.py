@@ -140,6 +140,15 @@ def test_a_failure_to_store_is_no_longer_known_after_a_while() -> None:
     assert not judge(replace(PUBLISHER, outbox=failing)).ready
     over = replace(failing, store_failing=StoreFailure(NOW - 500, NOW - 30, "the disk is full"))
     assert judge(replace(PUBLISHER, outbox=over)) == WELL
+    assert not judge(replace(PUBLISHER, outbox=replace(over, unstored=1, answered_at=NOW))).ready
+
+
+def test_an_outbox_that_does_not_answer_is_not_ready() -> None:
+    hangs = OutboxSigns(open=True, unstored=2, answered_at=NOW - 30)
+    reason = "2 messages are not stored, and its outbox has not answered for 30.0 s"
+    assert judge(replace(PUBLISHER, outbox=hangs)) == Health(True, False, False, WALL_CLOCK - 30, reason)
+    assert judge(replace(PUBLISHER, outbox=replace(hangs, answered_at=NOW - 29))) == WELL
+    assert judge(replace(PUBLISHER, outbox=replace(hangs, unstored=0))) == WELL
 
 
 def test_all_reasons_are_given_and_the_oldest_counts() -> None:
