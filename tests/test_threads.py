@@ -30,6 +30,7 @@ MODULES: Final = {
     "health.py": "the server of probes",
     "monitoring/queue_depths.py": "the depths of queues",
     "outbox/relay.py": "the relay and the writer of an outbox",
+    "outbox/row_count.py": "the count of an outbox",
     "spark/metrics.py": "files of metrics",
     "spark/queue_source.py": "the end of a reader",
     "spark/sink.py": "the end of an idle publisher",

@@ -37,11 +37,12 @@ from queue import Empty, SimpleQueue
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
-from reliable_mq._util.threads import DaemonThread, InterruptibleEvent, call_in_background
+from reliable_mq._util.threads import DaemonThread, InterruptibleEvent
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement, is_answer
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
 from reliable_mq.outbox.protocol import Outbox, RowLeases
+from reliable_mq.outbox.row_count import RowCount
 
 __all__ = ["OutboxRelay", "OutboxWriter", "RowPublisher"]
 
@@ -50,8 +51,6 @@ logger = get_logger(__name__)
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds
 _ROWS_PER_TAKE: Final = 500
 _TURN_EVERY: Final = 1.0  # seconds, however long the poll interval and the pauses are
-_COUNT_EVERY: Final = 1.0  # seconds; longer if counting would take more than a twentieth of the time
-_COUNT_SHARE: Final = 20
 _LOG_ERRORS_EVERY: Final = 30.0  # seconds
 
 _ROWS_PER_WRITE: Final = 1000
@@ -354,12 +353,7 @@ class OutboxRelay(_OutboxThread):
         self._take_at = 0.0  # when to look for rows again: other processes may have stored some
         self._due: list[float] = []  # a heap of the times when rows that this relay delayed are due
         self._keep_at = 0.0
-        self._count_at = 0.0 if measured else float("inf")
-        self._count: tuple[OutboxStatus | Exception, float] | None = None  # a new count and its time
-        self._no_count = InterruptibleEvent()  # no count runs
-        self._no_count.set()
-        self._counted: tuple[OutboxStatus, float] | None = None  # the last count and its time
-        self._count_log = LogLimit(_LOG_ERRORS_EVERY)
+        self._count = RowCount(outbox, self.statistics, self._wake.set, name=name, measured=measured)
         self._pause_log = LogLimit(_LOG_ERRORS_EVERY)
 
     def start(self, leases: RowLeases) -> None:
@@ -395,9 +389,8 @@ class OutboxRelay(_OutboxThread):
 
     @property
     def status(self) -> OutboxStatus | None:
-        """The last count of rows if ``measured`` is set; None after an error."""
-        counted = self._counted
-        return None if counted is None else counted[0].after(time.monotonic() - counted[1])
+        """The last count of rows if ``measured``; None while the outbox fails or hangs."""
+        return self._count.status
 
     # On the relay's thread
 
@@ -427,7 +420,7 @@ class OutboxRelay(_OutboxThread):
                 leases.close()
             except ReliableMQError:
                 logger.exception("failed to release the rows of %r", self._outbox)
-            self._no_count.wait()  # it would open the outbox again if that is closed
+            self._count.wait()  # it would open the outbox again if that is closed
             self._released()
 
     def _connect(self) -> None:
@@ -478,11 +471,9 @@ class OutboxRelay(_OutboxThread):
             self._take_at = 0.0
         if now >= self._keep_at:
             self._keep_at = now + leases.keep_every
-            leases.keep()
-        if now >= self._count_at:
-            self._begin_count(now)
-        if self._count is not None:
-            self._note_count(*self._count)
+            with self._count.outbox_called():
+                leases.keep()
+        self._count.update(now)
         if stopping:
             session.stopped()
         self._decide(leases)  # before rows are taken, so that rows held by these outcomes are not taken
@@ -503,7 +494,8 @@ class OutboxRelay(_OutboxThread):
         if space < least or now < self._take_at or full:
             return 0
         self._take_at = now + self._outbox.poll_interval  # unless `wake` is called earlier
-        batch = leases.take(min(space, _ROWS_PER_TAKE), session.suspects_to_take(kept))
+        with self._count.outbox_called():
+            batch = leases.take(min(space, _ROWS_PER_TAKE), session.suspects_to_take(kept))
         if batch.rows or batch.damaged:
             self._take_at = 0.0
         elif not self._outstanding:
@@ -546,29 +538,6 @@ class OutboxRelay(_OutboxThread):
         self._unwritten += len(settlements)
         self._unwritten_bytes += _size(settlements)
         self._settle(settlements)
-
-    def _begin_count(self, began: float) -> None:
-        def ended(outcome: OutboxStatus | Exception) -> None:
-            self._count = outcome, began
-            self._no_count.set()
-            self._wake.set()
-
-        self._count_at = float("inf")
-        self._no_count.clear()
-        call_in_background(f"{self._thread.name}-count", self._outbox.status, ended)
-
-    def _note_count(self, outcome: OutboxStatus | Exception, began: float) -> None:
-        self._count = None
-        if isinstance(outcome, OutboxStatus):
-            self._counted = outcome, began
-        else:
-            self._counted = None
-            self.statistics.interruptions += 1
-            if self._count_log.count():
-                unexpected = None if isinstance(outcome, ReliableMQError) else outcome
-                logger.error("failed to count the rows of %r: %s", self._outbox, outcome, exc_info=unexpected)
-        ended = time.monotonic()
-        self._count_at = ended + max(_COUNT_EVERY, _COUNT_SHARE * (ended - began))
 
     def _pause(self, error: Exception) -> None:
         now = time.monotonic()

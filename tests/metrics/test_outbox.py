@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -13,8 +15,7 @@ from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
 from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
-from reliable_mq.outbox import SQLiteOutbox
-from reliable_mq.outbox import relay as relay_module
+from reliable_mq.outbox import SQLiteOutbox, row_count
 from reliable_mq.outbox.relay import OutboxRelay
 from reliable_mq.testing.waiting import wait_until
 
@@ -103,8 +104,8 @@ class Moody(SQLiteOutbox):
 
 def test_a_relay_reports_counts_only_while_the_outbox_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The status has the oldest age; failures are counted and relaying continues."""
-    monkeypatch.setattr(relay_module, "_COUNT_EVERY", 0.01)
-    monkeypatch.setattr(relay_module, "_COUNT_SHARE", 0)
+    monkeypatch.setattr(row_count, "_EVERY", 0.01)
+    monkeypatch.setattr(row_count, "_SHARE", 0)
     outbox = Moody(tmp_path / "outbox", poll_interval=0.01)
     outbox.write([NewRow(Message(b""), "", "q", True, None)] * 2, [])
     relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=True)
@@ -122,6 +123,58 @@ def test_a_relay_reports_counts_only_while_the_outbox_answers(tmp_path: Path, mo
         outbox.answers = True
         wait_until(lambda: relay.status is not None, timeout=20, what="a status")
     finally:
+        relay.stop(0)
+        assert relay.join(20)
+        outbox.close()
+
+
+class Hanging(SQLiteOutbox):
+    """An outbox whose calls of one kind hang from some time on."""
+
+    hangs = ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, poll_interval=0.01)
+        self.answers = threading.Event()
+
+    def answer(self, call: str) -> None:
+        if call == self.hangs:
+            self.answers.wait(30)
+
+    def status(self) -> OutboxStatus:
+        self.answer("status")
+        return super().status()
+
+    def claims(self) -> Any:
+        leases = super().claims()
+        take = leases.take
+
+        def take_late(limit: int, retries: int | None = None) -> Any:
+            self.answer("take")
+            return take(limit, retries)
+
+        leases.take = take_late  # type: ignore[method-assign]
+        return leases
+
+
+@pytest.mark.parametrize("call", ["status", "take"])
+def test_a_relay_reports_no_counts_while_the_outbox_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr(row_count, "_EVERY", 0.01)
+    monkeypatch.setattr(row_count, "_SHARE", 0)
+    monkeypatch.setattr(row_count, "_HANGS_AFTER", 0.3)
+    outbox = Hanging(tmp_path / "outbox")
+    relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=True)
+    relay.start(outbox.claims())
+    try:
+        wait_until(lambda: relay.status is not None, timeout=20, what="a status")
+        outbox.hangs = call
+        wait_until(lambda: relay.status is None, timeout=20, what="no status")
+        outbox.answers.set()
+        wait_until(lambda: relay.status is not None, timeout=20, what="a status")
+    finally:
+        outbox.answers.set()
         relay.stop(0)
         assert relay.join(20)
         outbox.close()
