@@ -92,7 +92,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     _state = PublisherState.CLOSED  # until ``__init__`` has finished
     _channel: ChannelT | None = None  # to the broker; open, so every host has had its first attempt
     _started_channel: ChannelT | None = None  # becomes _channel once it is open
-    _former: ChannelT | None = None  # the last open channel that ended; the next one continues its counts
+    _former: ChannelT | None = None  # the last channel that ended; the next one continues its counts
     _openers = 0  # callers that wait for the channel to open
     _outbox_channel: OutboxChannelT | None = None  # open
     _started_outbox_channel: OutboxChannelT | None = None  # becomes _outbox_channel once it is open
@@ -435,6 +435,8 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
                 return channel
             useless = self._started_channel is channel and self._channel is None and not self._openers
             if useless:
+                if self._outbox is not None:  # its relay tries again, so the readings go on
+                    self._former = channel
                 self._not_started()
         if useless:
             yield channel.close(0)

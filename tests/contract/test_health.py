@@ -281,13 +281,21 @@ def test_an_idle_outbox_publisher_recovers_from_a_refusal(
 ) -> None:
     """Its relay has no message to find out with that the broker was put in order."""
     broker.refusals["Connection.Open"] = 530, "NOT_ALLOWED - vhost / not found"
-    with new_publisher(outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
+    registry = CollectorRegistry()
+
+    def gauge() -> float | None:
+        return registry.get_sample_value("reliable_mq_publisher_connected", {"publisher": "shop"})
+
+    outbox = SQLiteOutbox(tmp_path / "outbox.db")
+    with new_publisher(outbox=outbox, registry=registry, name="shop") as publisher:
         health = wait_health(publisher, lambda health: not health.progressing, stuck_after=0.2)
         assert "vhost / not found" in health.reason
         assert not inner(publisher).connected
+        assert gauge() == 0
         del broker.refusals["Connection.Open"]
         wait_health(publisher, lambda health: health.progressing, stuck_after=0.2)
         wait_until(lambda: inner(publisher).connected, timeout=30, what="a connection")
+        assert gauge() == 1
 
 
 def test_an_idle_outbox_publisher_recovers_from_a_later_refusal(
