@@ -36,6 +36,8 @@ HEALTHY = {
     f'reliable_mq_publisher_token_renewals_total{{{PUBLISHER},outcome="failed"}}': "2+0x200",
     f"reliable_mq_publisher_event_loop_stalled_seconds_total{{{PUBLISHER}}}": "3+0x200",
     f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0.5+0x200",
+    f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="store"}}': "5+0x200",
+    f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="relay"}}': "5+0x200",
     f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "0+0x200",
     f"reliable_mq_consumer_connected{{{CONSUMER}}}": "1+0x200",
     f"reliable_mq_consumer_paused{{{CONSUMER}}}": "0+0x200",
@@ -98,6 +100,16 @@ FAULTS = (
     Fault(
         "ReliableMQOldestInOutbox",
         {f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0+0x79 0+15x100"}, 60, 75, 0, PUBLISHER
+    ),
+    Fault(
+        "ReliableMQOutboxFailing",
+        {f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="store"}}': "5+0x79 6+0x160"},
+        -15, 15, 16 * MINUTES, f'{PUBLISHER},what="store"',
+    ),
+    Fault(
+        "ReliableMQRelayFailing",
+        {f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="relay"}}': "5+0x79 5+1x160"},
+        105, 135, 0, f'{PUBLISHER},what="relay"',
     ),
     Fault(
         "ReliableMQOutboxSetAside",
@@ -235,6 +247,7 @@ def test_no_alert_fires_or_is_pending_while_all_is_well(rules: Path) -> None:
 
 
 COUNTERS = {
+    "ReliableMQOutboxFailing": f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="store"}}',
     "ReliableMQRejected": f"reliable_mq_consumer_rejected_total{{{CONSUMER}}}",
     "ReliableMQDeadLetters": f"reliable_mq_consumer_dead_lettered_total{{{CONSUMER}}}",
     "ReliableMQMessagesNotConfirmed": f'reliable_mq_publisher_settled_total{{{PUBLISHER},outcome="returned"}}',

@@ -17,7 +17,7 @@ from integration.support.monitored import MonitoredShop
 from integration.support.panels import wait_for_data
 from integration.support.prometheus import Prometheus
 from reliable_mq import Consumer, DeadLetter, KillSwitch, Message, Publisher, PublishError, Queue, RetryPolicy
-from reliable_mq.errors import IdempotencyStoreError
+from reliable_mq.errors import IdempotencyStoreError, OutboxError
 from reliable_mq.monitoring import QueueDepths
 from reliable_mq.monitoring.alerts import ALERTS
 from reliable_mq.outbox import SQLiteOutbox
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reliable_mq.core.idempotency import Claim
+    from reliable_mq.core.outbox import NewRow, RowSettlement
+    from reliable_mq.core.statistics import OutboxStatus
     from reliable_mq.testing import FaultProxy, FaultProxyFactory, RabbitMQ, VirtualHost
 
 PATIENCE = 120.0  # seconds for Prometheus on a busy machine
@@ -74,6 +76,8 @@ class Faults:
             "ReliableMQPublishingBlocked": self._blocked,
             "ReliableMQPublisherDisconnected": self._publisher_cut,
             "ReliableMQOldestInOutbox": self._outbox_without_broker,
+            "ReliableMQOutboxFailing": self._outbox_full,
+            "ReliableMQRelayFailing": self._outbox_unreadable,
             "ReliableMQOutboxSetAside": self._unroutable_in_outbox,
             "ReliableMQRejected": self._no_dead_letter_queue,
             "ReliableMQDeadLetters": self._dead_letters,
@@ -121,6 +125,20 @@ class Faults:
             publisher.publish(Message(b"x"), routing_key="faults")
 
         return store
+
+    def _outbox_full(self, name: str) -> Callable[[], object]:
+        publisher = self._publisher(name, outbox=FailingOutbox(self._directory / name))
+
+        def store() -> None:
+            with suppress(OutboxError):
+                publisher.publish(Message(b"x"), routing_key="faults")
+
+        return store
+
+    def _outbox_unreadable(self, name: str) -> Callable[[], object]:
+        outbox = FailingOutbox(self._directory / name)
+        self._publisher(name, outbox=outbox)
+        return partial(setattr, outbox, "readable", False)
 
     def _unroutable_in_outbox(self, name: str) -> Callable[[], object]:
         publisher = self._publisher(name, outbox=SQLiteOutbox(self._directory / name))
@@ -240,6 +258,20 @@ class Down(MemoryStore):
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
         raise IdempotencyStoreError("the database is down")
+
+
+class FailingOutbox(SQLiteOutbox):
+    """An outbox that stores no message. Its rows can be counted while it is `readable`."""
+
+    readable = True
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
+        raise OutboxError("the disk is full")
+
+    def status(self) -> OutboxStatus:
+        if not self.readable:
+            raise OutboxError("the disk cannot be read")
+        return super().status()
 
 
 def fired(prometheus: Prometheus) -> set[tuple[str, str]]:

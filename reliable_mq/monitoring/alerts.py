@@ -158,6 +158,21 @@ ALERTS: Final = (
         description="The relay does not publish its rows: no broker, no relay, or too few of them.",
     ),
     Alert(
+        name="ReliableMQOutboxFailing",
+        severity="critical",
+        expression=_grew('reliable_mq_outbox_failures_total{what="store"}'),
+        summary=f"About {{{{ $value | humanize }}}} messages were not stored in the outbox: {_PUBLISHER}",
+        description="The outbox fails or hangs. The publisher has raised an error to its caller for each message.",
+    ),
+    Alert(
+        name="ReliableMQRelayFailing",
+        severity="critical",
+        expression='increase(reliable_mq_outbox_failures_total{what="relay"}[HOLD]) > 0',
+        lasting=True,
+        summary=f"The relay of the outbox fails: {_PUBLISHER}",
+        description="It cannot read the outbox or publish its rows, and keeps trying. Its log names the reason.",
+    ),
+    Alert(
         name="ReliableMQOutboxSetAside",
         severity="warning",
         expression="reliable_mq_outbox_set_aside > 0",
