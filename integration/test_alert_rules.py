@@ -240,6 +240,27 @@ def test_each_alert_fires_under_its_fault_and_not_before(rules: Path) -> None:
     check(rules, {"interval": f"{EVERY}s", "input_series": series(given), "promql_expr_test": expected})
 
 
+def test_a_store_that_is_asked_once_a_minute_keeps_failing(tmp_path: Path) -> None:
+    """Deliveries wait for up to a minute between two attempts, which is longer than ``--for``."""
+    file = tmp_path / "rules.yml"
+    file.write_bytes(run_cli("alerts", "--for", "30s").stdout)
+    name = "ReliableMQStoreFailing"
+    failures = {
+        f"reliable_mq_consumer_store_failures_total{{{CONSUMER}}}": "0+0x39" + " 1+0x3 2+0x3 3+0x3 4+0x3" + " 5+0x40"
+    }
+    firing = f'count(ALERTS{{alertname="{name}",alertstate="firing"}})'
+    found = [{"labels": "{}", "value": 1}]
+    at = [("9m45s", []), ("10m15s", []), *((f"{minute}m45s", found) for minute in (10, 11, 12, 13, 14)), ("17m", [])]
+    check(
+        file,
+        {
+            "interval": f"{EVERY}s",
+            "input_series": series(failures),
+            "promql_expr_test": [{"expr": firing, "eval_time": time, "exp_samples": exp} for time, exp in at],
+        },
+    )
+
+
 def test_no_alert_fires_or_is_pending_while_all_is_well(rules: Path) -> None:
     """Counts that Prometheus finds when it begins are events until they have left the window."""
     quiet = [{"expr": "ALERTS", "eval_time": f"{minute}m", "exp_samples": []} for minute in (16, 17, 18, 20, 30, 40)]

@@ -17,6 +17,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal
 
 from reliable_mq.errors import ConfigurationError
@@ -28,6 +29,7 @@ _DURATION: Final = re.compile(
     r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII
 )
 _REMEMBERED: Final = "1h"  # before the window, so that a gap in the samples is no event; a day is costly to evaluate
+_LONG_HOLD: Final = "2m"  # deliveries that wait for the idempotency store fail again after a minute at most
 _OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # the command-line options
 
 
@@ -66,7 +68,8 @@ class Alert:
     Attributes:
         name: The name of the alert and of its section in the runbook.
         severity: ``"critical"`` if messages wait or are lost, else ``"warning"``.
-        expression: The condition in PromQL. ``HOLD``, ``WINDOW`` and ``MAX_AGE`` stand for the settings.
+        expression: The condition in PromQL. ``HOLD``, ``WINDOW`` and ``MAX_AGE`` stand for the settings, ``LONG_HOLD``
+            for ``hold`` or two minutes, whichever is longer.
         lasting: Whether the condition must last for ``hold``.
         summary: A summary of one line.
         description: The explanation of the alert.
@@ -80,8 +83,13 @@ class Alert:
     description: str
 
     def expression_for(self, settings: AlertSettings) -> str:
-        values = {"HOLD": settings.hold, "WINDOW": settings.window, "MAX_AGE": f"{settings.max_age_seconds:g}"}
-        return re.sub(r"\b(HOLD|WINDOW|MAX_AGE)\b", lambda found: values[found[1]], self.expression)
+        values = {
+            "HOLD": settings.hold,
+            "LONG_HOLD": max(settings.hold, _LONG_HOLD, key=partial(_seconds, "hold")),
+            "WINDOW": settings.window,
+            "MAX_AGE": f"{settings.max_age_seconds:g}",
+        }
+        return re.sub(r"\b(HOLD|LONG_HOLD|WINDOW|MAX_AGE)\b", lambda found: values[found[1]], self.expression)
 
     def runbook_url(self, settings: AlertSettings) -> str:
         base = settings.manual_url and settings.manual_url.rstrip("/") + "/"
@@ -233,7 +241,7 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQStoreFailing",
         severity="warning",
-        expression="increase(reliable_mq_consumer_store_failures_total[HOLD]) > 0",
+        expression="increase(reliable_mq_consumer_store_failures_total[LONG_HOLD]) > 0",
         lasting=True,
         summary=f"The idempotency store fails: {_CONSUMER}",
         description="Deliveries that the store cannot claim or complete are not acked, and come again.",
