@@ -400,7 +400,7 @@ class PartitionFinder:
     A super stream is an exchange. Its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
     cannot list bindings: they are read through the management API if it is configured. Otherwise the partitions are the
     streams named ``name-0``, ``name-1`` and so on. A stream that was found keeps its place. If a later lookup fails,
-    the streams found before are kept.
+    the streams found before are kept, except deleted partitions.
     """
 
     def __init__(self, settings: ConnectionSettings, names: Sequence[str], management_url: str | None) -> None:
@@ -419,6 +419,14 @@ class PartitionFinder:
                     self._look(channel, name)
             self._looked_at = now
         return list(dict.fromkeys(stream for name in self._names for stream in self._found[name]))
+
+    def forget(self, partition: str) -> bool:
+        """Leave out a deleted partition. Return whether its super stream has others."""
+        for name, known in self._found.items():
+            if partition != name and partition in known and len(known) > 1:
+                known.remove(partition)
+                return True
+        return False
 
     def _look(self, channel: StreamChannel, name: str) -> None:
         known = self._found.get(name, [])
@@ -471,8 +479,12 @@ def bound_partitions(bindings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _numbered(channel: StreamChannel, name: str, known: Sequence[str]) -> list[str]:
     found = list(known)
-    while len(found) < _MOST and exists(channel, f"{name}-{len(found)}"):
-        found.append(f"{name}-{len(found)}")
+    for number in range(_MOST):
+        stream = f"{name}-{number}"
+        if stream not in known:
+            if not exists(channel, stream):
+                break
+            found.append(stream)
     if not found:
         raise ConfigurationError(
             f"there is no stream {name!r}, and no super stream with a partition '{name}-0': create it, or, where the "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import Any, Final
 
@@ -28,6 +29,7 @@ __all__ = [
     "limited",
     "marked_initial",
     "ranges_of",
+    "second",
     "split",
     "worth_having",
 ]
@@ -38,6 +40,7 @@ Positions = Mapping[str, int]
 _INITIAL: Final = "initial"
 _FREE: Final = 16  # tasks
 _WORTH: Final = 10_000  # messages
+_LATEST: Final = 253_402_300_799  # the last second of the year 9999, the last year that Python supports
 
 
 @dataclass(frozen=True)
@@ -148,3 +151,9 @@ def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
             shares[name] += 1
             left -= 1
     return shares
+
+
+def second(milliseconds: int, *, up: bool = False) -> datetime:
+    """Return a time as AMQP transmits it: in whole seconds."""
+    seconds = -(-milliseconds // 1000) if up else milliseconds // 1000
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=min(seconds, _LATEST))

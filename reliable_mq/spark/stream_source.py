@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -55,6 +55,7 @@ from reliable_mq.spark.stream_offsets import (
     limited,
     marked_initial,
     ranges_of,
+    second,
     split,
 )
 from reliable_mq.spark.stream_reader import RangeReader
@@ -70,7 +71,6 @@ _CERTAIN: Final = 12.0  # the same if messages would be missed, and to look agai
 _AWAY: Final = 1.0  # seconds between two attempts to reach the broker
 _EMPTY: Final = StreamEnd(0, 0.0)
 _NO_LIMIT: Final = 2**63 - 1
-_LATEST: Final = 253_402_300_799  # the last second of the year 9999, the last year that Python supports
 
 
 _Value = TypeVar("_Value", int, int | str)
@@ -306,20 +306,26 @@ class _Planner:
             BrokerUnavailable: If the leader of a stream does not respond, and ``sure``.
         """
         if sure or time.monotonic() - self._looked_at > _FRESH:
-            names = self._names()
-            channel = self._connected()
-            patience = _CERTAIN if sure else _QUICK
-            begun = {name for name, end in self._ends.items() if end.position}
-            begun |= first_offsets(channel, [name for name in names if name not in begun], patience).keys()
-            look = partial(end_of, channel) if sure else self._watch.end_of
-            found = {name: look(name, patience) if name in begun else _EMPTY for name in names}
-            self._ends = {
-                name: self._ends.get(name, end) if not end.position and not sure else end for name, end in found.items()
-            }
-            if sure:
-                self._ends = self._furthest(self._ends)
+            try:
+                self._ends = self._looked_up(sure=sure)
+            except TopologyMismatch as error:  # a stream was deleted
+                if self._finder is None or not self._finder.forget(error.name):
+                    raise
+                return self.ends(sure=sure)
             self._looked_at = time.monotonic()
         return self._ends
+
+    def _looked_up(self, *, sure: bool) -> dict[str, StreamEnd]:
+        names = self._names()
+        channel = self._connected()
+        patience = _CERTAIN if sure else _QUICK
+        begun = {name for name, end in self._ends.items() if end.position}
+        begun |= first_offsets(channel, [name for name in names if name not in begun], patience).keys()
+        look = partial(end_of, channel) if sure else self._watch.end_of
+        found = {name: look(name, patience) if name in begun else _EMPTY for name in names}
+        if sure:
+            return self._furthest(found)
+        return {name: end if end.position else self._ends.get(name, end) for name, end in found.items()}
 
     def _furthest(self, ends: dict[str, StreamEnd]) -> dict[str, StreamEnd]:
         """Return later ends where this node's replica lags behind the leader.
@@ -439,7 +445,7 @@ class _Planner:
         if self._options.ending_timestamp is not None:
             channel = self._connected()
             until = self._times("endingOffsetsByTimestamp", self._options.ending_timestamp, list(ends))
-            found = offsets_at(channel, {name: _second(when, up=True) for name, when in until.items()}, _SURE)
+            found = offsets_at(channel, {name: second(when, up=True) for name, when in until.items()}, _SURE)
             return {name: min(end, found.get(name, end)) for name, end in ends.items()}
         if isinstance(given, str):
             return ends
@@ -541,12 +547,12 @@ class _Planner:
     def _since(self, channel: StreamChannel, times: Mapping[str, int]) -> dict[str, int]:
         # A stream that was just restarted shows no message of any time.
         begun = first_offsets(channel, [name for name in times if self._ends.get(name) != _EMPTY], _CERTAIN)
-        found = offsets_at(channel, {name: _second(times[name]) for name in begun}, _SURE)
+        found = offsets_at(channel, {name: second(times[name]) for name in begun}, _SURE)
         late = [name for name in times if name not in found]
         if late and not self._options.latest_without_match:
             name = late[0]
             raise ConfigurationError(
-                f"stream {name!r} has no message as new as {_second(times[name]):%Y-%m-%d %H:%M:%S} UTC, to begin at: "
+                f"stream {name!r} has no message as new as {second(times[name]):%Y-%m-%d %H:%M:%S} UTC, to begin at: "
                 "give an earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
             )
         return found | {name: end_of(channel, name, _SURE).position if name in begun else 0 for name in late}
@@ -588,9 +594,3 @@ def _position(end: StreamEnd) -> int:
 
 def _looked(end: StreamEnd) -> tuple[int, int]:
     return end.position, end.messages
-
-
-def _second(milliseconds: int, *, up: bool = False) -> datetime:
-    """Return a time as AMQP transmits it: in whole seconds."""
-    seconds = -(-milliseconds // 1000) if up else milliseconds // 1000
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=min(seconds, _LATEST))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from datetime import UTC, datetime
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from reliable_mq.spark.stream_offsets import (
     limited,
     marked_initial,
     ranges_of,
+    second,
     split,
     worth_having,
 )
@@ -112,3 +114,14 @@ def test_a_range_can_be_pickled() -> None:
     one = StreamRange("events", 3, 9)
     assert pickle.loads(pickle.dumps(one)) == one
     assert str(one) == "offsets 3 to 8 of stream 'events'"
+
+
+def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
+    """9999-12-31 23:59:59.999 is a common notation for "until the end".
+
+    There is no later second.
+    """
+    last = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
+    assert second(253_402_300_799_999, up=True) == last
+    assert second(253_402_300_798_001, up=True) == last
+    assert second(253_402_300_799_999) == last

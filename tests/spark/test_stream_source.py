@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from contextlib import closing
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.spark import staged_source
 from reliable_mq.spark.options import read_options, staged_options
 from reliable_mq.spark.staged_source import StagedSource
-from reliable_mq.spark.stream_source import StreamSource, _second
+from reliable_mq.spark.stream_source import StreamSource
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -78,17 +77,6 @@ def test_a_broker_that_is_away_is_asked_for_once_a_second(
         "cannot look for new messages"
     ]
     reader.stop()
-
-
-def test_a_time_in_the_last_second_of_all_is_that_second() -> None:
-    """9999-12-31 23:59:59.999 is a common notation for "until the end".
-
-    There is no later second.
-    """
-    last = datetime(9999, 12, 31, 23, 59, 59, tzinfo=UTC)
-    assert _second(253_402_300_799_999, up=True) == last
-    assert _second(253_402_300_798_001, up=True) == last
-    assert _second(253_402_300_799_999) == last
 
 
 class LostRelay:

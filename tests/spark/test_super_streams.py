@@ -5,15 +5,30 @@ Later reads of the bindings may change them.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from pyspark.sql.streaming.datasource import ReadMaxRows
 
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.codec.methods import CheckQueue, MethodReply, Step
+from reliable_mq.core.channel_setup import StepRefused
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
-from reliable_mq.spark import stream_broker
+from reliable_mq.spark import stream_broker, stream_source
+from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import PartitionFinder, bound_partitions
+from reliable_mq.spark.stream_source import StreamSource
 from reliable_mq.url import parse_url
+from tests.scripted_streams import Replica, ScriptedChannel
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+    from reliable_mq.spark.options import StreamOptions
+
+ANY = ReadMaxRows(2**62)
 
 
 def binding(queue: str, order: object = None, kind: str = "queue") -> dict[str, Any]:
@@ -52,3 +67,81 @@ def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPa
     assert raised.value.permanent
     with pytest.raises(ConfigurationError, match=r"^managementUrl must be http"):
         PartitionFinder(parse_url("amqp://localhost/"), ["s"], "localhost:15672").streams(channel)
+
+
+# -- a partition that is deleted ---------------------------------------------------------------------------------------
+
+
+class PartitionedChannel(ScriptedChannel):
+    """A channel on a node with some streams. The end of a subscription has ended it."""
+
+    streams: set[str] = set()
+    usable = False
+
+    def consume(
+        self, stream: str, offset: int | str | datetime, prefetch: int, arguments: Mapping[str, object] | None = None
+    ) -> str:
+        if stream not in self.streams:
+            raise TopologyMismatch(f"no queue {stream!r}", kind="queue", name=stream)
+        return super().consume(stream, offset, prefetch, arguments)
+
+    def perform(self, step: Step) -> MethodReply:
+        assert isinstance(step, CheckQueue)
+        if step.name not in self.streams:
+            raise StepRefused(404, f"NOT_FOUND - no queue '{step.name}'")
+        return super().perform(step)
+
+
+def query(monkeypatch: pytest.MonkeyPatch, **given: str) -> StreamSource:
+    """Return a query that reads the partitions 0, 1 and 2 of a super stream."""
+    for name, value in {"_SURE": 0.2, "_QUICK": 0.01, "_CERTAIN": 0.5, "_FRESH": -1.0}.items():
+        monkeypatch.setattr(stream_source, name, value)
+    monkeypatch.setattr(PartitionedChannel, "streams", {"orders-0", "orders-1", "orders-2"})
+    monkeypatch.setattr(ScriptedChannel, "replicas", {"near": Replica((12, 12))})
+    monkeypatch.setattr(stream_source, "StreamChannel", PartitionedChannel)
+    options: StreamOptions = read_options(  # type: ignore[assignment]
+        {"url": "amqp://u:p@near/", "stream": "orders", **given}, streaming=True
+    )
+    source = StreamSource(options, ["body"])
+    assert source.latestOffset(positions(10, 10, 10), ANY) == positions(12, 12, 12)
+    return source
+
+
+def positions(*each: int) -> dict[str, int]:
+    return {f"orders-{number}": position for number, position in enumerate(each)}
+
+
+def test_a_query_goes_on_without_deleted_partitions(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With failOnDataLoss=false, it warns once. A partition of that name that is made later is a new one."""
+    source = query(monkeypatch, failOnDataLoss="false")
+    PartitionedChannel.streams.clear()
+    PartitionedChannel.streams.add("orders-2")
+    at = source.latestOffset(positions(10, 10, 10), ANY)
+    assert at == {"orders-2": 12}
+    assert source.latestOffset(at, ANY) == at
+    lost = [record.message for record in caplog.records if "no longer read" in record.message]
+    assert [text[:17] for text in lost] == ["stream 'orders-0'", "stream 'orders-1'"]
+    monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
+    PartitionedChannel.streams.add("orders-0")
+    with caplog.at_level(logging.INFO):
+        assert source.latestOffset(at, ANY) == {"orders-0": 0, "orders-2": 12}
+    assert "super stream 'orders' has a new partition 'orders-0'" in caplog.text
+
+
+def test_a_deleted_partition_is_data_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = query(monkeypatch)
+    PartitionedChannel.streams.remove("orders-1")
+    with pytest.raises(
+        ConsumeError, match=r"stream 'orders-1' is in the checkpoint and no longer read: was it deleted"
+    ):
+        source.latestOffset(positions(10, 10, 10), ANY)
+
+
+def test_a_super_stream_without_partitions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query keeps its position in the last one."""
+    source = query(monkeypatch, failOnDataLoss="false")
+    PartitionedChannel.streams.clear()
+    with pytest.raises(TopologyMismatch, match="no queue 'orders-"):
+        source.latestOffset(positions(10, 10, 10), ANY)
