@@ -158,6 +158,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         end = {name: max(position, begin[name]) for name, position in end.items() if name not in pinned}
         left_out = known.keys() - begin.keys()
         if not pinned and not left_out and self._too_few(begin, end):
+            self._show(start)
             return start
         planned = pinned | limited(
             begin,

@@ -11,6 +11,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.spark import stream_reader, stream_source
+from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader
@@ -19,6 +20,7 @@ from tests.scripted_streams import Replica, ScriptedChannel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from reliable_mq.spark.options import StreamOptions
 
@@ -114,6 +116,20 @@ def test_a_stream_that_is_left_out_is_recorded_at_once(
     assert at == {"events": 10}
     assert reader.latestOffset(at, ANY) == at
     assert caplog.text.count("'old' is in the checkpoint and no longer read") == 1
+
+
+def test_the_lag_is_shown_while_a_query_waits_for_more_messages(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    cluster(monkeypatch, near=Replica((12, 12)))
+    reader = StreamSource(options(ONE, minMessagesPerTrigger="100", metricsDirectory=str(tmp_path)), ["body"])
+    assert reader.latestOffset({"events": 10}, ANY) == {"events": 10}
+    metrics = exporter(str(tmp_path))
+    assert metrics is not None
+    assert metrics.streams.planned == {"events": 10}
+    assert metrics.streams.end == {"events": 12}
+    reader.stop()
+    metrics.close()
 
 
 def test_a_restart_looks_at_once_how_far_a_stage_reaches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Later reads of the bindings may change them.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
@@ -75,7 +75,7 @@ def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPa
 class PartitionedChannel(ScriptedChannel):
     """A channel on a node with some streams. The end of a subscription has ended it."""
 
-    streams: set[str] = set()
+    streams: ClassVar[set[str]] = set()
     usable = False
 
     def consume(
