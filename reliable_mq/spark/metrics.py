@@ -144,10 +144,14 @@ class Exporter:
                 self._failed = False
 
     def show(self, **gauges: Mapping[str, int]) -> None:
-        """Update the gauges of `streams` with the names of the arguments."""
+        """Replace the gauges of `streams` with the names of the arguments.
+
+        A gauge without new values is kept.
+        """
         with self._showing:
             for name, values in gauges.items():
-                getattr(self.streams, name).update(values)
+                if values:
+                    setattr(self.streams, name, dict(values))
 
     def hide(self) -> None:
         """Remove all gauges of `streams`, and write the file without them."""

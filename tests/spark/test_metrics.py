@@ -123,6 +123,15 @@ def test_a_query_that_ends_leaves_no_gauge(
     assert of_one.streams.end == {"events": 12}
 
 
+def test_a_stream_that_is_no_longer_read_has_no_gauge(tmp_path: Path, started: Callable[[Path], Exporter]) -> None:
+    """It would show a lag for good. Where nothing was found, the values are kept."""
+    of_one = started(tmp_path)
+    of_one.show(end={"orders-0": 10, "orders-1": 10}, planned={"orders-0": 10, "orders-1": 5})
+    of_one.show(end={}, planned={"orders-0": 10})
+    assert of_one.streams.end == {"orders-0": 10, "orders-1": 10}
+    assert of_one.streams.planned == {"orders-0": 10}
+
+
 def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: Callable[[Path], Exporter]) -> None:
     """The node exporter would refuse both. A killed process frees its number."""
     first = started(tmp_path)
