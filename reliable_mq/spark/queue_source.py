@@ -240,6 +240,9 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             if end != start:
                 return end
             if empty >= 2 and reader.settled(_COUNT):
+                end = reader.plan(start, most=most, timeout=0.0)  # what came before the old subscription ended
+                if end != start:
+                    return end
                 break
             if empty >= 2 and time.monotonic() > starved_at:
                 logger.warning(
