@@ -450,8 +450,12 @@ class PartitionFinder:
         self._found[name] = found
 
     def _bound(self, management_url: str, name: str) -> list[str]:
-        # Created each time, because a token may have expired.
-        api = ManagementAPI.at(management_url, self._settings, option="managementUrl")
+        try:  # each time, because a token may have expired
+            api = ManagementAPI.at(management_url, self._settings, option="managementUrl")
+        except ConfigurationError as error:
+            if self._found.get(name):  # it was created before: a certificate is being renewed
+                raise BrokerUnavailable(str(error)) from error
+            raise
         try:
             bindings = rows(api, "exchanges", self._settings.virtual_host, name, "bindings", "source")
         except ManagementError as error:

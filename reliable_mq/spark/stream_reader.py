@@ -25,7 +25,7 @@ import pyarrow as pa
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import CodecError, Properties, RawDelivery, stream_offset
 from reliable_mq.codec.methods import CheckQueue
-from reliable_mq.errors import BrokerUnavailable, ConsumeError, TopologyMismatch
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
@@ -43,6 +43,7 @@ _HELD: Final = 32 * 2**20  # approximate maximum bytes in transit or in an Arrow
 _FIRST: Final = 64  # deliveries to request while their size is unknown
 _GATHER: Final = 0.05  # seconds to gather a batch
 _PATIENCE: Final = 60.0  # seconds without a message or a broker before a task fails
+_RENEWAL: Final = 5.0  # seconds for which a certificate that is missing before the first row may be being renewed
 _PROBE: Final = 5.0  # seconds to wait for the first message when only the ends are looked up
 _BETWEEN_ATTEMPTS: Final = 0.5
 _FILTER_VALUE: Final = "x-stream-filter-value"
@@ -93,18 +94,24 @@ class RangeReader:
                     raise
                 logger.warning("%s: %s; continuing because failOnDataLoss is false", self._range, error)
                 return
+            except ConfigurationError as error:  # a certificate may be being renewed
+                if self._position == self._range.start and self._waited >= _RENEWAL:
+                    raise
+                self._retry(error)
             except BrokerUnavailable as error:
                 if error.permanent:
                     raise
-                if self._waited >= self._patience:
-                    raise ConsumeError(
-                        f"{self._left} could not be read within {self._patience:g} s: {error}"
-                    ) from error
-                logger.warning("%s: %s; continuing at offset %d", self._range, error, self._position)
-                self._passed += 1
-                if self._metrics is not None:
-                    self._metrics.streams.reconnects[self._range.stream] += 1
-                time.sleep(_BETWEEN_ATTEMPTS)
+                self._retry(error)
+
+    def _retry(self, error: ReliableMQError) -> None:
+        """Wait before the next attempt, or raise an error after too many."""
+        if self._waited >= self._patience:
+            raise ConsumeError(f"{self._left} could not be read within {self._patience:g} s: {error}") from error
+        logger.warning("%s: %s; continuing at offset %d", self._range, error, self._position)
+        self._passed += 1
+        if self._metrics is not None:
+            self._metrics.streams.reconnects[self._range.stream] += 1
+        time.sleep(_BETWEEN_ATTEMPTS)
 
     def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
         if self._filter is not None and not self._has_range(channel):

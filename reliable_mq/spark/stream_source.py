@@ -382,7 +382,7 @@ class _Planner:
                 with StreamChannel(replace(settings, endpoints=(endpoint,)), name="spark-ends") as channel:
                     for name in names:
                         found[name] = max(found.get(name, _EMPTY), end_of(channel, name, _QUICK), key=_position)
-            except BrokerUnavailable as error:
+            except (BrokerUnavailable, ConfigurationError) as error:
                 logger.info("failed to read the last offsets of the streams at %s: %s", endpoint, error)
                 complete = False
         return found, complete

@@ -60,6 +60,13 @@ def planned_end(url: str) -> int:
     return only.end
 
 
+class WithoutFile(ScriptedChannel):
+    """A channel whose certificate file is missing."""
+
+    def __enter__(self) -> Self:
+        raise ConfigurationError("connection.certFile: no such file")
+
+
 # -- the position of a query -------------------------------------------------------------------------------------------
 
 
@@ -145,11 +152,6 @@ def test_a_certificate_that_is_being_renewed_ends_no_query(
     source: StreamSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that is missing when a query starts is an error."""
-
-    class WithoutFile(ScriptedChannel):
-        def __enter__(self) -> Self:
-            raise ConfigurationError("connection.certFile: no such file")
-
     cluster(monkeypatch, near=Replica((12, 12)))
     with monkeypatch.context() as renewal:
         renewal.setattr(stream_source, "StreamChannel", WithoutFile)
@@ -161,6 +163,41 @@ def test_a_certificate_that_is_being_renewed_ends_no_query(
         renewal.setattr(stream_source, "StreamChannel", WithoutFile)
         assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
     assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
+
+
+def test_a_certificate_that_is_being_renewed_ends_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other hosts do not answer, as their connections need it. The batch waits for a newer end."""
+    cluster(monkeypatch, near=Replica((5, 12), (12, 12)), far=Replica((5, 12)))
+
+    class OneConnection(ScriptedChannel):
+        def __enter__(self) -> Self:
+            monkeypatch.setattr(stream_source, "StreamChannel", WithoutFile)
+            return super().__enter__()
+
+    monkeypatch.setattr(stream_source, "StreamChannel", OneConnection)
+    assert planned_end(BOTH) == 12
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+def test_a_task_waits_for_a_certificate_that_is_being_renewed(monkeypatch: pytest.MonkeyPatch, renewed: bool) -> None:
+    """A file that stays missing is an error of the configuration."""
+    cluster(monkeypatch, near=Replica((12, 12)))
+    monkeypatch.setattr(stream_reader, "StreamChannel", WithoutFile)
+    monkeypatch.setattr(stream_reader, "_RENEWAL", 0.05)
+
+    def sleep(_seconds: float) -> None:
+        if renewed:
+            monkeypatch.setattr(stream_reader, "StreamChannel", ScriptedChannel)
+        else:
+            monkeypatch.setattr(stream_reader, "_RENEWAL", 0.0)
+
+    monkeypatch.setattr(stream_reader.time, "sleep", sleep)
+    reader = RangeReader(options(ONE), StreamRange("events", 11, 12), ("offset",))
+    if renewed:
+        assert [batch.to_pylist() for batch in reader.batches()] == [[{"offset": 11}]]
+    else:
+        with pytest.raises(ConfigurationError, match="no such file"):
+            list(reader.batches())
 
 
 # -- a node without a replica ------------------------------------------------------------------------------------------

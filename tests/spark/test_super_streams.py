@@ -6,6 +6,7 @@ Later reads of the bindings may change them.
 from __future__ import annotations
 
 import logging
+import ssl
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from reliable_mq.codec.methods import CheckQueue, MethodReply, Step
 from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
+from reliable_mq.settings import TLSOptions
 from reliable_mq.spark import stream_broker, stream_source
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import PartitionFinder, bound_partitions
@@ -25,6 +27,7 @@ from tests.scripted_streams import Replica, ScriptedChannel
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
+    from pathlib import Path
 
     from reliable_mq.spark.options import StreamOptions
 
@@ -67,6 +70,23 @@ def test_what_was_found_stays_while_the_api_is_away(monkeypatch: pytest.MonkeyPa
     assert raised.value.permanent
     with pytest.raises(ConfigurationError, match=r"^managementUrl must be http"):
         PartitionFinder(parse_url("amqp://localhost/"), ["s"], "localhost:15672").streams(channel)
+
+
+def test_what_was_found_stays_while_a_certificate_is_renewed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file that is missing when a query starts is an error."""
+    monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(stream_broker, "exists", lambda *_: False)
+    monkeypatch.setattr(ManagementAPI, "get", lambda *_: [binding("a", 0)])
+    file = tmp_path / "ca.pem"
+    settings = parse_url("amqps://localhost/", tls=TLSOptions(ca_file=str(file)))
+    finder = PartitionFinder(settings, ["s"], "https://localhost:15671")
+    channel: Any = None
+    with pytest.raises(ConfigurationError, match="ca_file"):
+        finder.streams(channel)
+    with monkeypatch.context() as there:
+        there.setattr(TLSOptions, "build_context", lambda _: ssl.create_default_context())
+        assert finder.streams(channel) == ["a"]
+    assert finder.streams(channel) == ["a"]
 
 
 # -- a partition that is deleted ---------------------------------------------------------------------------------------
