@@ -63,7 +63,8 @@ class RangeReader:
         self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1, first=_FIRST)
         self._passed = 0  # hosts at which reading failed
         self._patience = patience
-        self._progress_at = time.monotonic()
+        self._waited = 0.0  # seconds without progress
+        self._counted_at = time.monotonic()
         self._metrics = exporter(options.metrics_directory)
         self._filter = (
             None
@@ -95,7 +96,7 @@ class RangeReader:
                 logger.warning("%s: %s; continuing because failOnDataLoss is false", self._range, error)
                 return
             except ConfigurationError as error:  # a certificate may be being renewed
-                if self._position == self._range.start and self._waited >= _RENEWAL:
+                if self._position == self._range.start and self._count_wait() >= _RENEWAL:
                     raise
                 self._retry(error)
             except BrokerUnavailable as error:
@@ -105,7 +106,7 @@ class RangeReader:
 
     def _retry(self, error: ReliableMQError) -> None:
         """Wait before the next attempt, or raise an error after too many."""
-        if self._waited >= self._patience:
+        if self._count_wait() >= self._patience:
             raise ConsumeError(f"{self._left} could not be read within {self._patience:g} s: {error}") from error
         logger.warning("%s: %s; continuing at offset %d", self._range, error, self._position)
         self._passed += 1
@@ -139,7 +140,7 @@ class RangeReader:
             if not deliveries:
                 self._wait_on()
                 continue
-            self._progress_at = time.monotonic()
+            self._progressed()
             offsets = [self._offset(delivery) for delivery in deliveries]
             channel.ack(deliveries[-1].delivery_tag)
             missing = self._missing(offsets)
@@ -155,7 +156,7 @@ class RangeReader:
                     chosen = [delivery for delivery in chosen if self._filter.passes(delivery)]
                 if chosen:
                     yield record_batch(chosen, stream, self._names)
-                self._progress_at = time.monotonic()  # time that the caller spends on the rows does not count
+                self._progressed()  # time that the caller spends on the rows does not count
                 if self._metrics is not None:
                     self._metrics.streams.rows[stream] += len(chosen)
                 self._position = offsets[last - 1] + 1
@@ -171,7 +172,7 @@ class RangeReader:
 
     def _wait_on(self) -> None:
         """Raise an error with the cause if nothing has arrived for too long."""
-        if self._waited < self._patience:
+        if self._count_wait() < self._patience:
             return
         with self._connected("end") as channel:
             found = end_of(channel, self._range.stream, _PROBE)
@@ -226,9 +227,18 @@ class RangeReader:
     def _connected(self, what: str) -> StreamChannel:
         return StreamChannel(from_host(self._settings, self._passed), name=f"spark-{what}")
 
-    @property
-    def _waited(self) -> float:
-        return time.monotonic() - self._progress_at
+    def _progressed(self) -> None:
+        self._waited, self._counted_at = 0.0, time.monotonic()
+
+    def _count_wait(self) -> float:
+        """Return the seconds without progress, including those since the last call.
+
+        One wait counts as half of the patience at most: the process may have been frozen.
+        """
+        now = time.monotonic()
+        self._waited += min(now - self._counted_at, self._patience / 2)
+        self._counted_at = now
+        return self._waited
 
     @property
     def _left(self) -> StreamRange:

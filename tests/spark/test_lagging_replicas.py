@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Self
 
 import pytest
@@ -19,9 +20,10 @@ from reliable_mq.spark.stream_source import StreamBatch, StreamSource, _Planner
 from tests.scripted_streams import Replica, ScriptedChannel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
+    from reliable_mq.codec import RawDelivery
     from reliable_mq.spark.options import StreamOptions
 
 ANY = ReadMaxRows(2**62)
@@ -307,3 +309,21 @@ def test_a_task_passes_over_nothing_that_a_replica_lacks(monkeypatch: pytest.Mon
     chosen = options(ONE, failOnDataLoss=lenient)
     with pytest.raises(ConsumeError, match=r"offsets 5 to 11 of stream 'events' did not come within 0\.1 s"):
         list(RangeReader(chosen, StreamRange("events", 5, 12), ("body",), patience=0.1).batches())
+
+
+def test_a_task_of_a_process_that_was_frozen_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The freeze is no silence of the broker."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda _seconds: None)
+
+    class FrozenChannel(ScriptedChannel):
+        def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
+            if not clock.now:
+                clock.now = 200.0
+                return []
+            return super().take(timeout, least, of)
+
+    cluster(monkeypatch, near=Replica((12, 12)))
+    monkeypatch.setattr(stream_reader, "time", clock)
+    monkeypatch.setattr(stream_reader, "StreamChannel", FrozenChannel)
+    (only,) = RangeReader(options(ONE), StreamRange("events", 11, 12), ("offset",)).batches()
+    assert only.to_pylist() == [{"offset": 11}]
