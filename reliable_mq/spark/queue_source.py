@@ -240,7 +240,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
             if end != start:
                 return end
             if empty >= 2 and reader.settled(_COUNT):
-                end = reader.plan(start, most=most, timeout=0.0)  # what came before the old subscription ended
+                end = reader.plan(start, most=most, timeout=0.0)  # deliveries of the old subscription
                 if end != start:
                     return end
                 break

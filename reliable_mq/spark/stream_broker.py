@@ -25,6 +25,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.codec import RawDelivery, encode_ack, stream_offset
 from reliable_mq.codec.methods import (
     STREAM_OFFSET,
@@ -36,7 +37,7 @@ from reliable_mq.codec.methods import (
     SetPrefetch,
 )
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
-from reliable_mq.core.reconnect import ConnectionLoss
+from reliable_mq.core.reconnect import MOST_UNANSWERED, ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError, rows
 from reliable_mq.settings import ConnectionSettings
@@ -407,6 +408,7 @@ class PartitionFinder:
         self._settings = settings
         self._names = names
         self._management_url = management_url
+        self._calls = DaemonExecutor("spark-management", MOST_UNANSWERED)  # a credentials callback may hang
         self._found: dict[str, list[str]] = {}  # by name; a stream is its own only partition
         self._looked_at = float("-inf")
 
@@ -450,8 +452,15 @@ class PartitionFinder:
         self._found[name] = found
 
     def _bound(self, management_url: str, name: str) -> list[str]:
+        timeout = self._settings.connect_timeout
+
+        def create(_: CancelHandle) -> ManagementAPI:
+            return ManagementAPI.at(management_url, self._settings, option="managementUrl")
+
         try:  # each time, because a token may have expired
-            api = ManagementAPI.at(management_url, self._settings, option="managementUrl")
+            api = self._calls.call(create, timeout)
+        except TimeoutError as error:
+            raise BrokerUnavailable(f"no credentials for managementUrl within {timeout:g} s: {error}") from error
         except ConfigurationError as error:
             if self._found.get(name):  # it was created before: a certificate is being renewed
                 raise BrokerUnavailable(str(error)) from error

@@ -43,7 +43,6 @@ class LateReader:
 
 
 def test_what_comes_before_the_last_subscription_is_read() -> None:
-    """The broker counts it neither as ready nor as a consumer's."""
     options: QueueOptions = read_options(  # type: ignore[assignment]
         {"url": "amqp://localhost/", "queue": "orders"}, streaming=True
     )

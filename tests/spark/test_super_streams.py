@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import ssl
+import threading
+import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -87,6 +89,32 @@ def test_what_was_found_stays_while_a_certificate_is_renewed(monkeypatch: pytest
         there.setattr(TLSOptions, "build_context", lambda _: ssl.create_default_context())
         assert finder.streams(channel) == ["a"]
     assert finder.streams(channel) == ["a"]
+
+
+def test_what_was_found_stays_while_a_credentials_callback_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The query does not wait for it longer than for a connection."""
+    monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
+    monkeypatch.setattr(stream_broker, "exists", lambda *_: False)
+    monkeypatch.setattr(ManagementAPI, "get", lambda *_: [binding("a", 0)])
+    released = threading.Event()
+    hangs = False
+
+    def credentials() -> tuple[str, str]:
+        if hangs:
+            released.wait(5.0)
+        return "user", "password"
+
+    settings = parse_url("amqp://localhost/", credentials=credentials, connect_timeout=0.1)
+    finder = PartitionFinder(settings, ["s"], "http://localhost:15672")
+    channel: Any = None
+    assert finder.streams(channel) == ["a"]
+    hangs = True
+    began = time.monotonic()
+    assert finder.streams(channel) == ["a"]
+    with pytest.raises(BrokerUnavailable, match=r"no credentials for managementUrl within 0\.1 s"):
+        PartitionFinder(settings, ["s"], "http://localhost:15672").streams(channel)
+    assert time.monotonic() - began < 3.0
+    released.set()
 
 
 # -- a partition that is deleted ---------------------------------------------------------------------------------------
