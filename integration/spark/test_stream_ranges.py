@@ -521,6 +521,22 @@ def test_a_new_partition_is_read_by_a_query_that_runs(
     reader.stop()
 
 
+@pytest.mark.parametrize("by_bindings", [True, False])
+def test_a_query_goes_on_without_a_partition_that_is_deleted(
+    vhost: VirtualHost, caplog: pytest.LogCaptureFixture, by_bindings: bool
+) -> None:
+    """The deletion ends the subscription that waits for new messages."""
+    bind(vhost, {"orders-0": 0, "orders-1": 1})
+    given = {"managementUrl": vhost.broker.management.url} if by_bindings else {}
+    reader = source(vhost.url, stream="orders", startingOffsets="earliest", failOnDataLoss="false", **given)
+    before = {"orders-0": 1, "orders-1": 1}
+    wait_until(lambda: reader.latestOffset(before, ANY) == before, timeout=60, what="both are watched")
+    vhost.delete_queue("orders-0")
+    wait_until(lambda: reader.latestOffset(before, ANY) == {"orders-1": 1}, timeout=60, what="one is left")
+    assert "stream 'orders-0' is in the checkpoint and no longer read" in caplog.text
+    reader.stop()
+
+
 def test_each_trigger_reads_although_a_lookup_ends_the_channel(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

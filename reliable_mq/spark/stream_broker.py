@@ -409,6 +409,7 @@ class PartitionFinder:
         self._names = names
         self._management_url = management_url
         self._calls = DaemonExecutor("spark-management", MOST_UNANSWERED)  # a credentials callback may hang
+        self._calls.close()  # each call has its own thread
         self._found: dict[str, list[str]] = {}  # by name; a stream is its own only partition
         self._looked_at = float("-inf")
 
