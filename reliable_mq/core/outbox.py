@@ -119,6 +119,10 @@ class OutboxRow(NamedTuple):
     possible_duplicate: bool
     claim: str | None = None
 
+    def __str__(self) -> str:
+        target = f"exchange {self.exchange!r} with routing key {self.routing_key!r}"
+        return f"message {self.message.message_id} to {target}"
+
 
 class UnreadableRow(Exception):
     """A row that cannot be decoded."""

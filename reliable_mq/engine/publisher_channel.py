@@ -107,6 +107,7 @@ class BasePublisherChannel(BaseChannel[P]):
         self.reconnects = 0
         self.connected = False
         self.largest_body = 0
+        self._name = options.name
         self._setup = options.setup
         self._fits_frame = options.limits.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
@@ -412,7 +413,7 @@ class BasePublisherChannel(BaseChannel[P]):
 
     def blocked(self, reason: str) -> None:
         """Stop publishing after ``connection.blocked``."""
-        logger.warning("the broker blocks publishing: %s", printable(reason))
+        logger.warning("publisher %r: the broker blocks publishing: %s", self._name, printable(reason))
         self._blocked_since = time.monotonic()
         self.session.blocked(reason)
         with self._guard:
@@ -422,7 +423,8 @@ class BasePublisherChannel(BaseChannel[P]):
     def unblocked(self) -> None:
         """Resume publishing after ``connection.unblocked``, or the end of the connection."""
         if self.connected:  # else the connection has ended, and its block may continue
-            logger.warning("the broker accepts publishes again")  # at the level of the message about blocking
+            # At the level of the message about blocking.
+            logger.warning("publisher %r: the broker accepts publishes again", self._name)
         self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         with self._guard:
@@ -484,7 +486,8 @@ class BasePublisherChannel(BaseChannel[P]):
             session.abandon_overdue()
             io.discard(doubt)
         elif session.reopening_due(now):
-            logger.warning("every publish has been nacked for a long time; opening another channel")
+            text = "publisher %r: every publish has been nacked for a long time; opening another channel"
+            logger.warning(text, self._name)
             session.reopening_begun()
             io.reopen_channel()
         else:
@@ -538,7 +541,8 @@ class BasePublisherChannel(BaseChannel[P]):
     def _log_unwatched(self, latest: P, count: int) -> None:
         if due := self._unwatched_log.count(count):
             unwatched_logger.warning(
-                "failed publishes that no caller waits for: %d; the last: %s",
+                "publisher %r: failed publishes that no caller waits for: %d; the last: %s",
+                self._name,
                 due,
                 latest.failure(),
                 extra=None if latest.trace is None else latest.trace.ids,
@@ -548,8 +552,9 @@ class BasePublisherChannel(BaseChannel[P]):
         repeated, self.session.ids.repeated = self.session.ids.repeated, 0
         if due := self._repeated_log.count(repeated):
             logger.warning(
-                "%d times, a Message was published that was still outstanding, so each waits until the one before is "
-                "settled; make a new Message for each message",
+                "publisher %r: %d times, a Message was published that was still outstanding, so each waits until the "
+                "one before is settled; make a new Message for each message",
+                self._name,
                 due,
             )
 

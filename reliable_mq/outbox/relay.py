@@ -529,7 +529,7 @@ class OutboxRelay(_OutboxThread):
         for settlement in settlements:
             if settlement.outcome is RowOutcome.SET_ASIDE:
                 self.statistics.set_aside += 1
-                logger.error("message %s is set aside: %s", settlement.row.message.message_id, settlement.reason)
+                logger.error("%s is set aside in %r: %s", settlement.row, self._outbox, settlement.reason)
             elif settlement.outcome is RowOutcome.LATER:
                 self.statistics.delayed += 1
             elif settlement.outcome is RowOutcome.CONFIRMED:

@@ -794,12 +794,13 @@ def test_only_the_end_of_a_block_is_logged_as_one(
     broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A connection that is lost or closed tells nothing about the broker's alarm."""
-    with new_publisher() as publisher:
+    with new_publisher(name="shop") as publisher:
         publisher.connect()
         block(broker, publisher)
+        assert "publisher 'shop': the broker blocks publishing: low on memory" in caplog.text
         broker.connection.unblock()
         wait_until(lambda: publisher.blocked is None, timeout=30, what="the end of it")
-        assert caplog.text.count("the broker accepts publishes again") == 1
+        assert caplog.text.count("publisher 'shop': the broker accepts publishes again") == 1
         block(broker, publisher)
         broker.connection.cut()
         wait_until(lambda: len(broker.connections) == 2 and publisher.connected, timeout=30, what="another connection")
@@ -1138,7 +1139,7 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
     broker.script = lambda published: published.channel.nack(published.number)
 
     def leave() -> None:
-        with new_publisher(retry=ONCE) as publisher:
+        with new_publisher(retry=ONCE, name="shop") as publisher:
             report = publisher.publish_many([Message(b"%d" % number) for number in range(20)], routing_key=KEY)
             assert [message.body for message, _ in report.failures] == [b"%d" % number for number in range(20)]
             assert "no caller waits" not in caplog.text
@@ -1146,7 +1147,7 @@ def test_what_a_report_tells_is_not_said_in_the_log_as_well(
 
     with pytest.raises(PublishNacked):
         leave()
-    assert "failed publishes that no caller waits for: 1" in caplog.text
+    assert "publisher 'shop': failed publishes that no caller waits for: 1" in caplog.text
 
 
 def test_a_publish_that_fails_at_once_is_not_logged_as_unawaited(

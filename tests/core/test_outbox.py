@@ -85,6 +85,11 @@ def test_a_row_gives_back_the_message_byte_for_byte(message: Message) -> None:
     assert (made.attempts, made.possible_duplicate) == (0, False)
 
 
+def test_a_row_says_where_its_message_goes() -> None:
+    row = OutboxRow(1, Message(b"x", message_id="m1"), "events", "order.placed", True, None, 0, False)
+    assert str(row) == "message m1 to exchange 'events' with routing key 'order.placed'"
+
+
 def test_a_row_of_a_newer_format_is_not_decoded() -> None:
     """The error only names the newer format, whatever the columns hold."""
     with pytest.raises(UnreadableRow, match="newer") as caught:

@@ -90,7 +90,7 @@ def outbox(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Outbox]:
         yield made
 
 
-def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
+def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox, caplog: pytest.LogCaptureFixture) -> None:
     """Its key is not taken between the decision to set a row aside and the write."""
     outbox.write(rows("a", "b"), [])
     publisher = FirstIsReturned(outbox)
@@ -101,6 +101,9 @@ def test_what_a_fate_holds_is_held_before_it_is_written(outbox: Outbox) -> None:
         assert publisher.looked_again.wait(20)
         assert publisher.sent == [b"a"]
         assert [(one.row.message.body, one.outcome.name) for one in decided] == [(b"a", "SET_ASIDE"), (b"b", "BACK")]
+        row = decided[0].row
+        target = f"message {row.message.message_id} to exchange {row.exchange!r} with routing key {row.routing_key!r}"
+        assert f"{target} is set aside in {outbox!r}: PublishReturned: no queue" in caplog.text
     finally:
         relay.stop(0)
         assert relay.join(20)
