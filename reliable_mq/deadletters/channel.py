@@ -183,8 +183,8 @@ class GetChannel(AdminChannel):
         if self._by_consumers:
             if (self._arrived or self._get(source, 1)) and (wanted := min(most, self.left, self._fitting()) - 1):
                 self._consume(source, wanted)
-        elif missing := most - len(self._arrived):
-            self._get(source, missing)
+        elif self._outstanding or most > len(self._arrived):  # an interrupted batch may still get replies
+            self._get(source, max(most - len(self._arrived), 0))
         with self._lock:
             self._check(source)
             taken, self._arrived = self._arrived, []
@@ -225,9 +225,9 @@ class GetChannel(AdminChannel):
                 if self._loss is not None:
                     self._gone = False
                     return
-            self.take(1)  # the queue itself replies to this, after it has seen the acks
+            taken = self.take(1)  # the queue itself replies to this, after it has seen the acks
             source = self._source  # read only now: take() may have waited for another channel
-            ready = max(self.left - 1, 0)
+            ready = max(self.left - len(taken), 0)
             groups = self._groups()
             if self._closing is not None and len(groups) > 1:  # one nack costs less than a channel
                 self._requeue_by_closing(source, self._closing, ready)

@@ -117,6 +117,10 @@ def test_a_replay_never_sends_a_letter_back_into_its_own_queue(as_published: boo
             dead.replay(to=QUEUE)
 
 
+def message(tag: int, body: bytes = b"") -> Delivery:
+    return Delivery("", tag, False, "", QUEUE, b"\0\0", body)
+
+
 class Reconnecting(GetChannel):
     """Gets another connection while it takes the last message."""
 
@@ -131,7 +135,7 @@ class Reconnecting(GetChannel):
         self._unacked.append(1)
         self._ends.append(1)
         self.left = 1
-        return []
+        return [message(1)]
 
     def _send(self, source: ChannelGeneration, frames: bytes) -> None:
         self.sent.append((source.channel, frames))
@@ -203,7 +207,7 @@ class AckedChannel(GetChannel):
             self._check(source)
         for _ in range(most):
             self._outstanding += 1
-            self.got(Delivery("", next(self._tags), False, "", QUEUE, b"\0\0", b""), 9)
+            self.got(message(next(self._tags)), 9)
         return True
 
 
@@ -226,3 +230,56 @@ def test_an_ack_whose_channel_is_lost_before_the_queue_has_it() -> None:
     channel._loss_at_get = ConnectionLoss(None, "reset", "connection", by_broker=False)
     with pytest.raises(StaleDelivery):
         channel.ack(taken)
+
+
+class InterruptedChannel(GetChannel):
+    """Is interrupted while some of its gets await their replies, on a queue of 500 messages."""
+
+    def __init__(self, *, answered: int) -> None:
+        super().__init__(parse_url("amqp://localhost"), QUEUE, name="test")
+        self._ready = True
+        self._io: Any = SimpleNamespace(call_soon=lambda fn: fn(), bytes_received=0)
+        self._interrupted_after: int | None = answered
+        self.gets = 0  # without replies
+        self.taken = 0
+        self.sent: list[bytes] = []
+        self.awaited: list[int] = []
+
+    def _wait_ready(self) -> None:
+        pass
+
+    def _ask(self, source: ChannelGeneration, most: int) -> None:
+        self.gets += max(most, 0)
+        if self._interrupted_after is not None and most > 1:
+            self.reply(self._interrupted_after)
+            self._interrupted_after = None
+            raise KeyboardInterrupt
+        self.reply(self.gets)
+
+    def _send(self, source: ChannelGeneration, frames: bytes) -> None:
+        self.sent.append(frames)
+
+    def _wait_for(self, ready: int, source: ChannelGeneration | None = None) -> None:
+        self.awaited.append(ready)
+
+    def reply(self, replies: int) -> None:
+        self.gets -= replies
+        for _ in range(replies):
+            self.taken += 1
+            self.got(message(self.taken), 500 - self.taken)
+
+
+@pytest.mark.parametrize("before_the_end", [0, 20, 50])
+def test_an_interrupted_batch_is_requeued_in_full(before_the_end: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise its messages would be withheld from the queue, and the next operation would await too many replies."""
+    monkeypatch.setattr(channel_module, "_ANSWER", 0.2)
+    channel = InterruptedChannel(answered=140)
+    with pytest.raises(KeyboardInterrupt):
+        channel.take(200)
+    channel.reply(min(before_the_end, channel.gets))
+    channel.finish()
+    assert channel.gets == channel._outstanding == 0
+    ends = [*range(32, channel.taken, 32), channel.taken]
+    assert channel.sent == [encode_nack(0, end, multiple=True, requeue=True) for end in ends]
+    assert channel.awaited[-1] == 500, "it waits for more messages than the queue has"
+    assert len(channel.take(1)) == 1
