@@ -228,7 +228,7 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
             async with time_limit(limit):
                 await settled
         except TimeoutError:
-            return False
+            return self._settled_before(moment)  # after a stall, confirms are read in the turn of the timer
         finally:
             self._flushing.remove(entry)
         return True

@@ -165,6 +165,22 @@ def test_a_stalled_loop_reads_before_it_judges_a_publish(broker: ScriptedBroker,
     run(main())
 
 
+def test_a_stalled_loop_reads_before_it_judges_a_flush(broker: ScriptedBroker, run: Any) -> None:
+    """The confirm arrives during the stall, and is read in the turn of the loop in which the time is over."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url) as publisher:
+            await publisher.submit(Message(b"x"), routing_key="q")
+            await until(lambda: broker.published)
+            flushing = asyncio.ensure_future(publisher.flush(0.05))
+            await asyncio.sleep(0)
+            broker.published[0].channel.ack(1)
+            threading.Event().wait(0.2)
+            await flushing
+
+    run(main())
+
+
 def test_a_stall_is_reported_from_half_a_heartbeat_not_a_quarter(
     broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
