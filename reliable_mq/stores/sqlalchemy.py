@@ -50,7 +50,7 @@ from reliable_mq.stores.sql import MySQL, PostgreSQL, Query, SQLite, SQLStoreBas
 from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 
     from sqlalchemy import TextClause
     from sqlalchemy.ext.asyncio import async_sessionmaker
@@ -68,6 +68,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 _DIALECTS: Final = {"mariadb": MySQL, "mysql": MySQL, "postgresql": PostgreSQL, "sqlite": SQLite}
 _ATTEMPTS: Final = 10  # at a transaction that conflicts with others
+_GRACE: Final = 1.0  # seconds for a statement to end before its user rolls back on the same connection
 # Errors if another transaction creates the table or the index at the same time, despite IF NOT EXISTS. PostgreSQL
 # refuses all transactions but one. MariaDB and MySQL report that the table exists or is being changed.
 _CREATED_MEANWHILE: Final = frozenset({"23505", "42710", "42P07", 1050, 1684})
@@ -477,7 +478,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         _check_maker(session, "an async_sessionmaker")
         self._engine = engine
         self._session = session
-        self._given_up: set[asyncio.Task[Any]] = set()
+        self._given_up: set[asyncio.Future[Any]] = set()
 
     async def create_table(self) -> None:
         """Create the table if it does not exist; see `SQLAlchemyStore.create_table`."""
@@ -515,7 +516,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         """Mark deliveries as done in your own transaction; see `SQLAlchemyStore.inbox`."""
         inbox_claims = _inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
-        await self._in_time(connection.run_sync(self._check_and_complete_in, inbox_claims))
+        await self._in_time(connection.run_sync(self._check_and_complete_in, inbox_claims), grace=_GRACE)
         _mark(inbox_claims, CommitStatus.UNKNOWN)
 
     async def _begin_in_time(self) -> tuple[AsyncSession, SessionTransaction, Connection]:
@@ -572,25 +573,26 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
         async with self._engine.connect() as connection:
             return await connection.run_sync(self._execute, query)
 
-    async def _in_time(self, call: Coroutine[Any, Any, T] | asyncio.Task[T], limit: float | None = None) -> T:
-        """Await a call with a timeout, without waiting for a driver's cancellation."""
+    async def _in_time(self, call: Awaitable[T], limit: float | None = None, grace: float = 0.0) -> T:
+        """Await a call with a timeout. Wait up to ``grace`` seconds for a driver's cancellation."""
         task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout if limit is None else limit)
-        except asyncio.CancelledError:
+            if not done:
+                raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s"))
+        except (asyncio.CancelledError, IdempotencyStoreError):
             self._give_up(task)
+            if grace:
+                await asyncio.wait({task}, timeout=grace)
             raise
-        if not done:
-            self._give_up(task)
-            raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s"))
         return task.result()
 
-    def _give_up(self, task: asyncio.Task[Any]) -> None:
+    def _give_up(self, task: asyncio.Future[Any]) -> None:
         task.cancel()
         self._given_up.add(task)
         task.add_done_callback(self._ended)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _ended(self, task: asyncio.Future[Any]) -> None:
         self._given_up.discard(task)
         if not task.cancelled():
             task.exception()  # retrieved, because nothing else awaits the task

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, event, text
 from sqlalchemy.exc import IntegrityError, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 from sqlalchemy.pool import QueuePool, SingletonThreadPool, StaticPool
 
@@ -573,6 +573,41 @@ def test_on_a_loop_the_inbox_record_joins_a_session_of_the_user(path: Path) -> N
         assert commit_of(one) is commit_of(other) is CommitStatus.UNKNOWN
         assert effects(path) == ["a"]
         assert await store.release_many([claim_of(one), claim_of(other)], failed=True) == [False, True]
+
+    on_a_loop(path, scenario)
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "timeout"])
+def test_on_a_loop_the_inbox_leaves_no_statement_running(path: Path, reason: str) -> None:
+    """The user rolls back on the same connection, which a driver refuses during a statement."""
+
+    async def scenario(_store: AsyncSQLAlchemyStore, engine: AsyncEngine) -> None:
+        began, ended = asyncio.Event(), asyncio.Event()
+
+        class Busy(AsyncConnection):
+            async def run_sync(self, *_args: Any, **_options: Any) -> Any:
+                began.set()
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await asyncio.sleep(0)  # a driver learns of the cancellation in the next turn of the loop
+                    ended.set()
+
+        async def handle() -> None:
+            try:
+                await store.inbox(Busy(engine), one)
+            finally:
+                assert ended.is_set()
+
+        store = AsyncSQLAlchemyStore(engine, timeout=0.05 if reason == "timeout" else 30)
+        one = held(Claim("a", ClaimStatus.NEW), store.transaction)
+        running = asyncio.ensure_future(handle())
+        await began.wait()
+        if reason == "cancelled":
+            running.cancel()
+        with pytest.raises(asyncio.CancelledError if reason == "cancelled" else IdempotencyStoreError):
+            await running
+        assert commit_of(one) is CommitStatus.NONE
 
     on_a_loop(path, scenario)
 
