@@ -574,7 +574,7 @@ class AsyncSQLAlchemyStore(_SQLAlchemyBase, AsyncStore):
             return await connection.run_sync(self._execute, query)
 
     async def _in_time(self, call: Awaitable[T], limit: float | None = None, grace: float = 0.0) -> T:
-        """Await a call with a timeout. Wait up to ``grace`` seconds for a driver's cancellation."""
+        """Await a call with a timeout, and its cancellation for up to ``grace`` seconds."""
         task = asyncio.ensure_future(call)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout if limit is None else limit)
