@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.deadletters.message import DeadMessage, Origin
@@ -66,9 +66,9 @@ class Filter:
             example in ``"app.errors.*"``.
         reason: A text that the reason contains. Case is ignored.
         queue: The queue that the message was in before it died.
-        message_ids: The message ids to match.
+        message_ids: The message ids to match. An empty collection matches no message.
         fingerprints: The values of `DeadMessage.fingerprint` to match. Messages that are equal in every byte share a
-            fingerprint.
+            fingerprint. An empty collection matches no message.
         headers: The headers to match, as a mapping of names to values. A header that is not text is compared by its
             ``str()``, a byte string as UTF-8, and a boolean as ``true`` or ``false``.
         older_than: The minimum time since the message died, in seconds or as a timedelta. Messages with an unknown
@@ -83,8 +83,8 @@ class Filter:
     exception: str | None = None
     reason: str | None = None
     queue: str | None = None
-    message_ids: Collection[str] = ()
-    fingerprints: Collection[str] = ()
+    message_ids: Collection[str] | None = None
+    fingerprints: Collection[str] | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     older_than: Duration | None = None
     newer_than: Duration | None = None
@@ -95,11 +95,9 @@ class Filter:
             if value is not None and not (isinstance(value, str) and value):
                 raise ConfigurationError(f"{name} must be text that is not empty, not {value!r}")
         for name in ("message_ids", "fingerprints"):
-            values: object = getattr(self, name)
-            if isinstance(values, str):
-                raise ConfigurationError(f"{name} must be a collection: write [{values!r}]")
-            object.__setattr__(self, name, frozenset(getattr(self, name)))
-        object.__setattr__(self, "headers", dict(self.headers))
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        object.__setattr__(self, "headers", _headers(self.headers))
         for name in ("older_than", "newer_than"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, seconds(name, getattr(self, name)))
@@ -115,8 +113,8 @@ class Filter:
             self._is_exception(message.exception_type)
             and (self.reason is None or self.reason.casefold() in message.reason.casefold())
             and (self.queue is None or (message.origin is not None and message.origin.queue == self.queue))
-            and (not self.message_ids or message.message_id in self.message_ids)
-            and (not self.fingerprints or message.fingerprint in self.fingerprints)
+            and (self.message_ids is None or message.message_id in self.message_ids)
+            and (self.fingerprints is None or message.fingerprint in self.fingerprints)
             and all(_shown(message.headers.get(name)) == value for name, value in self.headers.items())
             and self._is_of_age(message.died_at, now)
         )
@@ -136,6 +134,21 @@ class Filter:
         return (older is None or age > seconds("older_than", older)) and (
             newer is None or age < seconds("newer_than", newer)
         )
+
+
+def _texts(name: str, values: object) -> frozenset[str]:
+    if isinstance(values, str):
+        raise ConfigurationError(f"{name} must be a collection: write [{values!r}]")
+    texts: list[Any] = list(values) if isinstance(values, Iterable) else [values]
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigurationError(f"{name} must be a collection of texts, not {values!r}")
+    return frozenset(texts)
+
+
+def _headers(values: object) -> dict[str, str]:
+    if not isinstance(values, Mapping) or not all(isinstance(text, str) for pair in values.items() for text in pair):
+        raise ConfigurationError(f"headers must be a mapping of texts to texts, not {values!r}")
+    return dict(values)
 
 
 def _shown(value: object) -> str | None:

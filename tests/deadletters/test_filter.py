@@ -52,8 +52,11 @@ def letter(*, age: float | None = 60.0, **changed: object) -> DeadMessage:
         ({"queue": "order"}, False),
         ({"message_ids": ["id-0", "id-1"]}, True),
         ({"message_ids": ["id-0"]}, False),
+        ({"message_ids": []}, False),
         ({"fingerprints": [letter().fingerprint, "0" * 32]}, True),
         ({"fingerprints": ["0" * 32]}, False),
+        ({"fingerprints": set()}, False),
+        ({"message_ids": None, "fingerprints": None, "headers": {}}, True),
         ({"headers": {"shop": "north", "n": "7"}}, True),
         ({"headers": {"flag": "true", "raw": "x\\xff"}}, True),
         ({"headers": {"shop": "south"}}, False),
@@ -79,6 +82,8 @@ def test_only_the_empty_filter_means_everything() -> None:
     assert Filter().everything
     assert not Filter(queue="q").everything
     assert not Filter(older_than=0).everything
+    assert not Filter(message_ids=[]).everything
+    assert not Filter(fingerprints=[]).everything
 
 
 @pytest.mark.parametrize(
@@ -87,7 +92,14 @@ def test_only_the_empty_filter_means_everything() -> None:
         ({"exception": ""}, "exception"),
         ({"queue": 5}, "queue"),
         ({"message_ids": "id"}, "message_ids"),
+        ({"message_ids": b"id"}, "message_ids must be a collection of texts, not b'id'"),
+        ({"message_ids": 5}, "message_ids"),
+        ({"message_ids": [["id"]]}, "message_ids"),
         ({"fingerprints": "0f"}, "fingerprints"),
+        ({"fingerprints": ["0f", 5]}, "fingerprints"),
+        ({"headers": {"n": 7}}, "headers must be a mapping of texts to texts, not {'n': 7}"),
+        ({"headers": {7: "n"}}, "headers"),
+        ({"headers": "abc"}, "headers"),
         ({"older_than": -1}, "older_than"),
         ({"newer_than": "1h"}, "newer_than"),
     ],

@@ -95,7 +95,7 @@ def chosen(
         exception=exception,
         reason=reason,
         queue=from_queue,
-        message_ids=message_id or [],
+        message_ids=message_id,
         headers=parse_headers(header or []),
         older_than=_age("--older-than", older_than),
         newer_than=_age("--newer-than", newer_than),
