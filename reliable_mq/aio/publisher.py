@@ -187,7 +187,10 @@ class AsyncPublisher(
         try:
             await awaiting(self._enter())
         except asyncio.CancelledError:
-            await self._leave(0)
+            try:
+                await self._leave(0)
+            except PublishError as error:  # of a message of another task
+                self._left_unconfirmed(error, asyncio.CancelledError)
             raise
         return self
 

@@ -19,6 +19,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
 
 from reliable_mq import (
+    AsyncConfirmation,
     AsyncConsumer,
     AsyncPublisher,
     Consumer,
@@ -380,6 +381,36 @@ def test_submits_of_one_turn_need_no_task_and_share_one_write(
                 await confirmation
 
     run(main())
+
+
+def test_a_cancelled_entering_raises_no_failure_of_another_task(
+    broker: ScriptedBroker, run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other task has waited for the same connection, and its message is given up."""
+    entering: asyncio.Future[None]
+
+    async def enter(publisher: AsyncPublisher) -> None:
+        async with publisher:
+            pytest.fail("it was entered")
+
+    async def submit(publisher: AsyncPublisher) -> AsyncConfirmation:
+        confirmation = await publisher.submit(Message(b"x"), routing_key="q")
+        entering.cancel()
+        return confirmation
+
+    async def main() -> None:
+        nonlocal entering
+        publisher = AsyncPublisher(broker.url)
+        submitting = asyncio.ensure_future(submit(publisher))
+        await asyncio.sleep(0)
+        entering = asyncio.ensure_future(enter(publisher))
+        confirmation = await submitting
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert isinstance(confirmation.exception(), PublishUnconfirmed)
+
+    run(main())
+    assert "leaving a publisher because of CancelledError, with messages unconfirmed" in caplog.text
 
 
 def test_cancelled_publishes_leave_the_others_their_outcomes(broker: ScriptedBroker, run: Any) -> None:
