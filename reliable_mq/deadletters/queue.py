@@ -371,21 +371,36 @@ class DeadLetterQueue(OfOneProcess):
         return deleted
 
     def import_lines(
-        self, lines: Iterable[bytes], *, progress: Progress | None = None
+        self,
+        lines: Iterable[bytes],
+        *,
+        progress: Progress | None = None,
+        on_confirmed: Callable[[int], object] | None = None,
     ) -> tuple[int, list[tuple[int, ReliableMQError]]]:
         """Publish JSON lines, as written by `export`, into this queue, byte for byte.
 
         Blocks until all messages are settled. A line whose message has a ``CC`` or ``BCC`` header is refused, because
         RabbitMQ would also route the message to other queues. If nothing of a batch could be sent within 60 s, as under
-        an alarm of the broker, the lines after it are not tried, and fail.
+        an alarm of the broker, or if the connection is lost and does not come back, the lines after it are not tried,
+        and fail.
+
+        Args:
+            lines: The lines to publish.
+            progress: A function that is called after every batch with the number of lines so far, as both arguments.
+            on_confirmed: A function that is called after every batch with the number of messages confirmed so far. If
+                the import is interrupted, at least so many messages are in the queue.
 
         Returns:
             The number of confirmed messages, and the numbers of the other lines, from 1, each with its error.
+
+        Raises:
+            BrokerUnavailable: If no host could be reached, or none accepted the login. No message was published.
         """
         confirmed = number = 0
         failures: list[tuple[int, ReliableMQError]] = []
         waiting: list[tuple[int, Confirmation]] = []
         size = 0  # bytes of the waiting lines
+        submitted = False
         ended: ReliableMQError | None = None
 
         def collect() -> None:
@@ -401,6 +416,8 @@ class DeadLetterQueue(OfOneProcess):
                 )
             waiting.clear()
             size = 0
+            if on_confirmed is not None:
+                on_confirmed(confirmed)
             if progress is not None:
                 progress(number, number)
 
@@ -413,7 +430,13 @@ class DeadLetterQueue(OfOneProcess):
                 size += len(line)
                 try:
                     waiting.append((number, publisher.submit(_imported(line), routing_key=self._name)))
+                    submitted = True
                 except (ConfigurationError, PublishError) as error:
+                    failures.append((number, error))
+                except BrokerUnavailable as error:
+                    if not submitted:
+                        raise
+                    ended = error
                     failures.append((number, error))
                 if len(waiting) >= _IMPORTED_AT_A_TIME or size >= _IMPORTED_BYTES:
                     collect()

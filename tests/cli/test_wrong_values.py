@@ -236,6 +236,23 @@ def test_lines_that_were_not_tried_are_told_in_one_line(
     assert run("dlq", "import", BROKER, QUEUE, str(file)) == (1, told)
 
 
+def test_an_interrupted_import_says_how_many_are_confirmed(
+    run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def import_lines(
+        _queue: DeadLetterQueue, _lines: Iterable[bytes], *, on_confirmed: Callable[[int], object], **_: object
+    ) -> None:
+        on_confirmed(1000)
+        on_confirmed(2000)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
+    file = tmp_path / "dead.jsonl"
+    file.touch()
+    told = "interrupted; at least 2,000 messages confirmed, which are in the queue"
+    assert run("dlq", "import", BROKER, QUEUE, str(file)) == (130, told)
+
+
 def test_an_import_takes_the_same_memory_for_any_number_of_lines(
     run: Run, broker: MemoryBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""A purge that fails midway, an import under an alarm, a lost channel, and the nacks at the end of an operation."""
+"""Purges and imports that fail midway, a lost channel, and the nacks at the end of an operation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.deadletters import channel as channel_module
 from reliable_mq.deadletters.channel import GetChannel
-from reliable_mq.errors import ConfigurationError, PublishUnconfirmed, StaleDelivery
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishUnconfirmed, StaleDelivery
 from reliable_mq.url import parse_url
 from tests.web.memory_broker import MemoryBroker, letter
 
@@ -94,6 +94,50 @@ def test_an_import_ends_if_nothing_of_a_batch_could_be_sent(size: int) -> None:
     assert len(tried) == (1000 if size == 1 else 32)
     assert "not sent in time" in str(failures[1][1])
     assert "not tried, because the broker accepts no messages" in str(failures[-1][1])
+
+
+class EndingPublisher:
+    """Confirms messages, and raises an error once it has taken some."""
+
+    def __init__(self, takes: int, error: BaseException) -> None:
+        self._takes = takes
+        self._error = error
+
+    def submit(self, _message: Message, *, routing_key: str) -> Any:
+        assert routing_key == QUEUE
+        self._takes -= 1
+        if self._takes < 0:
+            raise self._error
+        return SimpleNamespace(exception=lambda: None)
+
+    def close(self, _timeout: float) -> None:
+        pass
+
+
+def test_an_import_that_loses_its_login_reports_every_line() -> None:
+    error = BrokerUnavailable("the login was refused")
+    dead = opened(MemoryBroker())
+    dead._new_publisher = lambda: EndingPublisher(2, error)  # type: ignore[assignment, return-value]
+    counts: list[int] = []
+    confirmed, failures = dead.import_lines([b'{"body": "x"}'] * 4, on_confirmed=counts.append)
+    assert (confirmed, failures) == (2, [(3, error), (4, error)])
+    assert counts == [2]
+
+
+def test_an_import_that_never_has_a_login_raises_its_error() -> None:
+    dead = opened(MemoryBroker())
+    dead._new_publisher = lambda: EndingPublisher(0, BrokerUnavailable("no host"))  # type: ignore[assignment, return-value]
+    with pytest.raises(BrokerUnavailable, match="no host"):
+        dead.import_lines([b"{", b'{"body": "x"}'])
+
+
+def test_an_interrupted_import_has_counted_what_is_confirmed() -> None:
+    dead = opened(MemoryBroker())
+    dead._new_publisher = lambda: EndingPublisher(2500, KeyboardInterrupt())  # type: ignore[assignment, return-value]
+    counts: list[int] = []
+    with pytest.raises(KeyboardInterrupt):
+        dead.import_lines([b'{"body": "x"}'] * 4000, on_confirmed=counts.append)
+    assert counts == [1000, 2000]
 
 
 @pytest.mark.parametrize("as_published", [False, True])

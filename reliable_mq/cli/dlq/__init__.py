@@ -360,6 +360,7 @@ def import_(
 
     hide_logs(unwatched_logger)
     count = 0
+    counts = [0]  # confirmed messages after each batch
     before: list[int] = []  # lines before each file
 
     def each_file() -> Iterator[Input]:
@@ -378,12 +379,13 @@ def import_(
         return f"{files[file]}, line {number - before[file]}" if files else f"line {number}"
 
     given = Readable(each_file())
-    with (
-        _opened(url, queue) as dead,
-        interruptible("confirmed messages are in the queue"),
-        progress_bar("importing") as bar,
-    ):
-        confirmed, failures = dead.import_lines(texts(), progress=bar)
+    with _opened(url, queue) as dead:
+        try:
+            with progress_bar("importing") as bar:
+                confirmed, failures = dead.import_lines(texts(), progress=bar, on_confirmed=counts.append)
+        except KeyboardInterrupt:
+            say(f"interrupted; at least {counts[-1]:,} messages confirmed, which are in the queue")
+            raise typer.Exit(INTERRUPTED) from None
     for _, alike in groupby(failures, key=lambda failure: id(failure[1])):
         (number, error), *others = alike
         say(f"{place(number)}: {error}" + (f" (the same for {len(others):,} lines after it)" if others else ""))
