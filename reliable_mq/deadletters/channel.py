@@ -188,7 +188,7 @@ class GetChannel(AdminChannel):
         with self._lock:
             self._check(source)
             taken, self._arrived = self._arrived, []
-        self._add_unacked(taken)
+            self._add_unacked(taken)
         return taken
 
     def ack(self, deliveries: Iterable[Delivery]) -> None:
@@ -376,13 +376,14 @@ class GetChannel(AdminChannel):
     def _remove_unacked(self, acked: set[int]) -> None:
         """Remove acked tags, which are mostly the latest ones."""
         kept = []
-        while acked and self._unacked:
-            tag = self._unacked.pop()
-            if tag in acked:
-                acked.discard(tag)
-            else:
-                kept.append(tag)
-        self._unacked.extend(reversed(kept))
+        with self._lock:
+            while acked and self._unacked:
+                tag = self._unacked.pop()
+                if tag in acked:
+                    acked.discard(tag)
+                else:
+                    kept.append(tag)
+            self._unacked.extend(reversed(kept))
 
     def _is_lost(self, source: ChannelGeneration) -> bool:
         return self._source is not source or self._loss is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -327,3 +328,56 @@ def test_an_interrupted_batch_is_requeued_in_full(before_the_end: int, monkeypat
     assert channel.sent == [encode_nack(0, end, multiple=True, requeue=True) for end in ends]
     assert channel.awaited[-1] == 500, "it waits for more messages than the queue has"
     assert len(channel.take(1)) == 1
+
+
+class LostMeanwhile(AckedChannel):
+    """Is lost while it stores or removes tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._losing = threading.Thread(target=self._lose)
+
+    def _lose(self) -> None:
+        self.lost(1, ConnectionLoss(None, "reset", "connection", by_broker=False))
+        self._source = ChannelGeneration(2, 3, QUEUE)
+
+    def lose_on_another_thread(self) -> None:
+        self._losing.start()
+        self._losing.join(0.1)
+
+    def lost_at_last(self) -> None:
+        """Wait for the loss, and for the next channel."""
+        self._losing.join()
+        self._ready = True
+
+
+def test_a_loss_while_tags_are_stored_is_reported() -> None:
+    """Otherwise the messages are read twice, and the next channel would requeue by tags of the old one."""
+
+    class Channel(LostMeanwhile):
+        def _add_unacked(self, deliveries: list[Delivery]) -> None:
+            self.lose_on_another_thread()
+            super()._add_unacked(deliveries)
+
+    channel = Channel()
+    assert len(channel.take(4)) == 4
+    channel.lost_at_last()
+    assert not channel._unacked
+    with pytest.raises(StaleDelivery):
+        channel.take(4)
+
+
+def test_a_loss_while_tags_are_removed_is_reported() -> None:
+    channel = LostMeanwhile()
+    channel.take(3)
+
+    class Acked(set[int]):
+        def discard(self, tag: int) -> None:
+            channel.lose_on_another_thread()
+            super().discard(tag)
+
+    channel._remove_unacked(Acked({1}))
+    channel.lost_at_last()
+    assert not channel._unacked
+    with pytest.raises(StaleDelivery):
+        channel.take(4)
