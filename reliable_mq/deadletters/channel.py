@@ -180,11 +180,11 @@ class GetChannel(AdminChannel):
                 self._loss = None  # an earlier one
             if self._gone:
                 raise self._stale()
-        if self._by_consumers:
-            if (self._arrived or self._get(source, 1)) and (wanted := min(most, self.left, self._fitting()) - 1):
-                self._consume(source, wanted)
-        elif self._outstanding or most > len(self._arrived):  # an interrupted batch may still get replies
-            self._get(source, max(most - len(self._arrived), 0))
+        if self._outstanding or not self._arrived:  # an interrupted batch may still get replies
+            self._get(source, 1)
+        if (wanted := min(most, self.left, self._fitting()) - len(self._arrived)) > 0:
+            take_others = self._consume if self._by_consumers else self._get
+            take_others(source, wanted)
         with self._lock:
             self._check(source)
             taken, self._arrived = self._arrived, []
@@ -258,18 +258,16 @@ class GetChannel(AdminChannel):
         """Return the number of messages per batch if all are as large as the first."""
         return max(_BATCH_BYTES // max(sum(len(delivery.body) for delivery in self._arrived), 1), 1)
 
-    def _get(self, source: ChannelGeneration, most: int) -> bool:
-        """Send gets and wait for the replies; return whether any message arrived."""
+    def _get(self, source: ChannelGeneration, most: int) -> None:
+        """Send gets and wait for the replies."""
         with self._lock:
             self._check(source)
-            before = len(self._arrived)
             self._outstanding += most
         self._io.call_soon(partial(self._ask, source, most))
         with self._lock:
             if not self._changed.wait_for(lambda: not self._outstanding or self._is_lost(source), _ANSWER):
                 raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
             self._check(source)
-            return len(self._arrived) > before
 
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:
         """Take messages by a consumer, or fewer if another consumer gets them first."""

@@ -213,10 +213,10 @@ class LostChannel(GetChannel):
         if self._lost_before == "the old loss is forgotten":
             self._lose()
 
-    def _get(self, source: ChannelGeneration, most: int) -> bool:
+    def _get(self, source: ChannelGeneration, most: int) -> None:
         if self._lost_before == "the get is counted":
             self._lose()
-        return super()._get(source, most)
+        super()._get(source, most)
 
 
 @pytest.mark.parametrize("lost_before", ["the old loss is forgotten", "the get is counted"])
@@ -237,6 +237,7 @@ class AckedChannel(GetChannel):
         self._ready = True
         self._loss_at_get: ConnectionLoss | None = None
         self._tags = count(1)
+        self.body = b""
         self.steps: list[str] = []
 
     def _wait_ready(self) -> None:
@@ -245,15 +246,14 @@ class AckedChannel(GetChannel):
     def _send(self, source: ChannelGeneration, frames: bytes) -> None:
         self.steps.append("acks" if frames else "check")
 
-    def _get(self, source: ChannelGeneration, most: int) -> bool:
+    def _get(self, source: ChannelGeneration, most: int) -> None:
         self.steps.append(f"get {most}")
         if self._loss_at_get is not None:
             self.lost(1, self._loss_at_get)
             self._check(source)
         for _ in range(most):
             self._outstanding += 1
-            self.got(message(next(self._tags)), 9)
-        return True
+            self.got(message(next(self._tags), self.body), 9)
 
 
 def test_an_ack_ends_when_the_queue_has_it() -> None:
@@ -261,12 +261,28 @@ def test_an_ack_ends_when_the_queue_has_it() -> None:
     channel = AckedChannel()
     taken = channel.take(2)
     channel.ack(taken)
-    assert channel.steps == ["get 2", "acks", "get 1", "check"]
+    assert channel.steps == ["get 1", "get 1", "acks", "get 1", "check"]
     following = channel.take(2)
     assert (len(following), channel.left) == (2, 10)
-    assert channel.steps[4:] == ["get 1"]
+    assert channel.steps[5:] == ["get 1"]
     channel.ack([])
-    assert len(channel.steps) == 5
+    assert len(channel.steps) == 6
+
+
+@pytest.mark.parametrize(("size", "taken"), [(8, 4), (20, 1), (40, 1)])
+def test_a_batch_of_gets_is_as_many_as_fit(size: int, taken: int) -> None:
+    """The process would otherwise hold 200 messages of any size."""
+    channel = AckedChannel()
+    channel.body = bytes(size * 1024 * 1024)
+    for _ in range(2):
+        assert len(channel.take(9)) == taken
+    channel.ack(channel.take(1))
+    assert len(channel.take(9)) == taken, "the message that the ack took counts, too"
+
+
+def test_a_batch_of_gets_asks_for_no_more_than_the_queue_has() -> None:
+    channel = AckedChannel()
+    assert len(channel.take(200)) == 10
 
 
 def test_an_ack_whose_channel_is_lost_before_the_queue_has_it() -> None:
