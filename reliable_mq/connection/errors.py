@@ -13,6 +13,7 @@ import ssl
 from typing import TYPE_CHECKING
 
 from reliable_mq.codec.methods import ReplyCode
+from reliable_mq.core.channel_setup import backend_failed
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
@@ -45,11 +46,11 @@ def broker_unavailable(
     """
     if closed_with is not None:
         code, text = closed_with
-        # ACCESS_REFUSED: the credentials are wrong. NOT_ALLOWED: the virtual host does not exist, the user may not
-        # access it, or a limit on the number of connections is reached, which is temporary.
-        permanent = not opened and (
-            code == ReplyCode.ACCESS_REFUSED or (code == ReplyCode.NOT_ALLOWED and _LIMIT.search(text) is None)
-        )
+        # ACCESS_REFUSED: the credentials are wrong. NOT_ALLOWED: the virtual host does not exist, or the user may not
+        # access it. A limit on the number of connections, and a failed authorization backend, are temporary.
+        temporary = _LIMIT.search(text) is not None or backend_failed(text)
+        refused = code == ReplyCode.ACCESS_REFUSED or (code == ReplyCode.NOT_ALLOWED and not temporary)
+        permanent = not opened and refused
         otherwise = f"{'refused' if permanent else 'closed'} by the broker: {code} {text}"
     error = BrokerUnavailable(f"{endpoint}: {otherwise}", permanent=permanent)
     if cause is not None:

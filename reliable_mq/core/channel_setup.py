@@ -69,6 +69,7 @@ __all__ = [
     "SetupGenerator",
     "StepGenerator",
     "StepRefused",
+    "backend_failed",
     "carry_out",
     "compare",
     "consumer_setup",
@@ -369,6 +370,11 @@ def in_exclusive_use(text: str) -> bool:
     return "in exclusive use" in text
 
 
+def backend_failed(text: str) -> bool:
+    """Return whether a user was refused because an authorization backend failed."""
+    return "', backend " in text.rpartition("' refused for user '")[2]
+
+
 def reconnect_reason(code: int, text: str) -> str:
     """Return why another connection may succeed after a refusal, empty if it cannot.
 
@@ -376,7 +382,7 @@ def reconnect_reason(code: int, text: str) -> str:
     disconnect then, and refuses whatever needs a permission. Or the node has no replica of a stream, and another node
     may have one.
     """
-    if code == ReplyCode.ACCESS_REFUSED and "', backend " in text.rpartition("' refused for user '")[2]:
+    if code == ReplyCode.ACCESS_REFUSED and backend_failed(text):
         return f"the broker cannot check a permission: {code} {text}"
     if text.startswith(_NO_REPLICA):
         return f"the stream has no replica on this node: {code} {text}"

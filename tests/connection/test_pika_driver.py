@@ -66,6 +66,7 @@ def test_what_pika_reports_becomes_an_error_that_names_the_host(
 
 
 LIMIT_UNKNOWN = "connection limit cannot be queried, timeout"
+UNDECIDED = "backend b returned an error: timeout"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,8 @@ LIMIT_UNKNOWN = "connection limit cannot be queried, timeout"
         (530, "NOT_ALLOWED - connection refused: node connection limit (1) is reached", False, False),
         (530, "NOT_ALLOWED - connection refused for user 'u': user connection limit (1) is reached", False, False),
         (530, "NOT_ALLOWED - access to vhost '/' refused for user 'u': " + LIMIT_UNKNOWN, False, False),
+        (530, "NOT_ALLOWED - access to vhost '/' refused for user 'u', " + UNDECIDED, False, False),
+        (530, "NOT_ALLOWED - access to vhost 'x', backend y' refused for user 'u'", False, True),
         (541, "INTERNAL_ERROR - vhost is down", False, False),
         (320, "CONNECTION_FORCED - broker forced connection closure", True, False),
         (530, "NOT_ALLOWED - vhost x deleted", True, False),
