@@ -30,6 +30,8 @@ __all__ = ["BlockingStore", "StoreAdapter", "awaits"]
 
 T = TypeVar("T")
 
+_LOOK_EVERY = 0.5  # seconds after which a thread that waits for the store looks whether the loop is closed
+
 
 class StoreAdapter:
     """The calls to one store. Created on the loop that uses it.
@@ -123,6 +125,9 @@ class BlockingStore:
         except RuntimeError as error:  # the loop is closed
             question.close()
             raise _loop_ended(error) from error
+        while not concurrent.futures.wait((answer,), _LOOK_EVERY).done:
+            if self._loop.is_closed() and not answer.done():
+                raise _loop_ended(RuntimeError("it was closed during the call"))
         try:
             return answer.result()
         except concurrent.futures.CancelledError as error:  # the loop is ending

@@ -797,6 +797,33 @@ def test_an_error_of_a_store_is_not_the_end_of_its_loop() -> None:
         store.claim_many(["m1"], 60.0)
 
 
+def test_a_thread_does_not_wait_for_a_loop_that_has_closed() -> None:
+    """Its call to the store had begun."""
+
+    class Hanging(Awaiting):
+        async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
+            began.set()
+            await asyncio.Event().wait()
+            return []
+
+    def call(store: BlockingStore) -> None:
+        with pytest.raises(IdempotencyStoreError, match="the event loop of the store has ended"):
+            store.claim_many(["m1"], 60.0)
+
+    async def main() -> threading.Thread:
+        thread = threading.Thread(target=call, args=(BlockingStore(Hanging()),), daemon=True)
+        thread.start()
+        await began.wait()
+        return thread
+
+    began = asyncio.Event()
+    loop = asyncio.new_event_loop()
+    thread = loop.run_until_complete(main())
+    loop.close()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_where_a_handler_says_so_nothing_more_begins(store: Any) -> None:
     """Waiting deliveries, and those added later, can be recalled."""
     seen: list[Delivery] = []
