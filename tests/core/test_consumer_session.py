@@ -389,6 +389,16 @@ def test_a_claim_that_was_not_released_is_told() -> None:
     [item] = deliver(session, items(1))
     session.finished([Failed(item, failure(), detail="down")], 0.0)
     assert kinds(session) == [LogEventKind.STORE_FAILED, LogEventKind.RETRIED]
+    assert session.statistics.store_failures == 1
+
+
+def test_an_exhausted_claim_that_was_not_released_is_told() -> None:
+    session = make()
+    [item] = deliver(session, items(1))
+    session.finished([Skipped(item, SkipReason.EXHAUSTED, "down")], 0.0)
+    assert kinds(session)[0] is LogEventKind.STORE_FAILED
+    assert session.statistics.store_failures == 1
+    assert only_republish(session)
 
 
 # Batches
