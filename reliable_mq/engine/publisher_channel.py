@@ -62,6 +62,7 @@ _BUFFERED_BYTES = 512 * 1024  # bytes that the socket has not taken, above which
 _LOG_FAILURES_EVERY = 10.0  # minimum seconds between two log lines about failures
 _STALLED = 0.1  # seconds by which a wake-up is late if the loop has stalled
 _READ_FIRST = 0.01  # seconds in which the loop then reads
+_NO_CHANNEL = "its channel was lost, and the next one is not ready"  # on a connection that is not lost
 _SMALL_HEADERS = 1024  # bytes that fit in a frame beside an id, as a frame holds at least 4096
 
 
@@ -295,7 +296,7 @@ class BasePublisherChannel(BaseChannel[P]):
             changed_at=self._changed_at,
             stuck_after=stuck_after,
             connected=self.connected,
-            disconnected_reason=self.session.disconnected_reason,
+            disconnected_reason=self.session.disconnected_reason or _NO_CHANNEL,
             given_up="" if self.fatal is None else str(self.fatal),
             loop_over=self._io.over,
             unanswered_since=self._watch.check(now, self._io.call_soon),

@@ -114,6 +114,28 @@ def test_a_publisher_progresses_while_it_takes_a_message(
     assert [(health.progressing, health.reason) for health in found] == [(True, "")]
 
 
+def test_a_publisher_that_lost_only_its_channel_says_so(
+    broker: ScriptedBroker, new_publisher: NewClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[Health] = []
+    with new_publisher() as publisher:
+        channel = inner(publisher)._channel
+        lost = channel.lost
+
+        def lose_and_look(*arguments: Any) -> None:
+            lost(*arguments)
+            found.append(inner(publisher).health())
+
+        monkeypatch.setattr(channel, "lost", lose_and_look)
+        broker.script = lambda published: published.channel.ack(published.number)
+        publisher.publish(Message(b"x"), routing_key="orders")
+        [published] = broker.wait_published(1)
+        published.channel.close(404, "NOT_FOUND - no exchange 'gone' in vhost '/'")
+        wait_until(lambda: found, timeout=30, what="the loss")
+    assert states(found[0]) == (True, False, True)
+    assert found[0].reason == "not connected: its channel was lost, and the next one is not ready"
+
+
 def test_what_has_given_up_is_not_live(broker: ScriptedBroker, new_publisher: NewClient) -> None:
     with new_publisher(reconnect_stop=lambda _rounds: True) as publisher:
         assert inner(publisher).health().live
