@@ -195,7 +195,8 @@ def server_hostname(options: TLSOptions, host: str) -> str:
 
     The zone of a link-local address names an interface of this machine, so no certificate contains it.
     """
-    return options.server_name or host.partition("%")[0]
+    name = options.server_name or host.partition("%")[0]
+    return name.removesuffix(".")  # of a fully qualified name
 
 
 def _require_file(name: str, path: FilePath) -> None:

@@ -211,9 +211,11 @@ def test_a_server_name_is_verified_in_place_of_the_host(authority: Authority) ->
         (TLSOptions(), "fe80::1%eth0", "fe80::1"),
         (TLSOptions(), "broker.example", "broker.example"),
         (TLSOptions(server_name="other.example"), "fe80::1%eth0", "other.example"),
+        (TLSOptions(), "broker.example.", "broker.example"),
+        (TLSOptions(server_name="other.example."), "broker.example", "other.example"),
     ],
 )
-def test_the_zone_of_an_address_is_in_no_certificate(options: TLSOptions, host: str, name: str) -> None:
+def test_a_zone_or_a_final_dot_is_in_no_certificate(options: TLSOptions, host: str, name: str) -> None:
     assert server_hostname(options, host) == name
 
 
