@@ -38,6 +38,7 @@ from reliable_mq.codec.methods import (
     SetPrefetch,
     Step,
 )
+from reliable_mq.connection.channel import Arrivals
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, refusal
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
@@ -49,7 +50,7 @@ from reliable_mq.sync.admin_channel import AdminChannel
 __all__ = ["GetChannel"]
 
 _BATCH_BYTES = 32 * 1024 * 1024  # if all bodies are as large as the first; 200 of 16 MiB would take 3 GB
-_ANSWER = 60.0  # seconds for the replies to one batch of requests
+_ANSWER = 60.0  # seconds for the replies to one batch of requests; they start again while data arrives
 _PATIENCE = 60.0  # seconds for reconnecting after a connection was lost
 # A queue keeps the order of any number of messages that one consumer requeues with one nack. Of messages taken by
 # basic.get, it keeps the order of up to 32 per nack, because larger Erlang maps have no order. The nack of one consumer
@@ -265,8 +266,11 @@ class GetChannel(AdminChannel):
             self._outstanding += most
         self._io.call_soon(partial(self._ask, source, most))
         with self._lock:
-            if not self._changed.wait_for(lambda: not self._outstanding or self._is_lost(source), _ANSWER):
-                raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
+            arrivals = Arrivals(lambda: self._io.bytes_received)
+            while not self._changed.wait_for(lambda: not self._outstanding or self._is_lost(source), _ANSWER):
+                if not arrivals.seen:
+                    raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
+                arrivals.restart()
             self._check(source)
 
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:

@@ -397,3 +397,34 @@ def test_a_loss_while_tags_are_removed_is_reported() -> None:
     assert not channel._unacked
     with pytest.raises(StaleDelivery):
         channel.take(4)
+
+
+class SlowChannel(GetChannel):
+    """Gets a large message in parts, one whenever it looks at what has arrived."""
+
+    def __init__(self, part: int) -> None:
+        super().__init__(parse_url("amqp://localhost"), QUEUE, name="test")
+        self._ready = True
+        self._io: Any = self
+        self._part = part
+        self._parts = 0
+
+    def _wait_ready(self) -> None:
+        pass
+
+    def call_soon(self, _fn: object) -> None:
+        pass
+
+    @property
+    def bytes_received(self) -> int:
+        self._parts += 1
+        if self._parts == 10:
+            self.got(message(1), 0)
+        return self._parts * self._part
+
+
+def test_a_large_message_may_arrive_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_ANSWER", 0.01)
+    assert len(SlowChannel(100_000).take(1)) == 1
+    with pytest.raises(BrokerUnavailable, match="did not answer"):
+        SlowChannel(8).take(1)  # heartbeats
