@@ -167,7 +167,8 @@ class ConnectionSettings:
     @property
     def first_attempts_timeout(self) -> float:
         """The seconds after which every host has had its first attempt."""
-        attempt = self.connect_timeout * (2 if callable(self.credentials) else 1)
+        prepared = callable(self.credentials) or self.tls is not None  # by calls and files, which may take as long
+        attempt = self.connect_timeout * (2 if prepared else 1)
         return attempt * len(self.endpoints) + 1.0
 
     def resolve_credentials(self) -> Credentials | None:

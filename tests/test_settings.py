@@ -144,10 +144,14 @@ def test_the_callback_is_asked_every_time() -> None:
     assert settings(credentials=lambda: Credentials("v", "w")).resolve_credentials() == Credentials("v", "w")
 
 
-def test_the_first_attempts_include_calls_of_the_callback() -> None:
+def test_the_first_attempts_include_callbacks_and_files() -> None:
     options: dict[str, Any] = {"endpoints": (Endpoint("one", 1), Endpoint("two", 2)), "connect_timeout": 5.0}
-    for credentials, seconds in ((Credentials("u", "p"), 11.0), (lambda: ("u", "p"), 21.0)):
-        settings = ConnectionSettings(credentials=credentials, **options)
+    for credentials, tls, seconds in (
+        (Credentials("u", "p"), None, 11.0),
+        (Credentials("u", "p"), TLSOptions(), 21.0),
+        (lambda: ("u", "p"), None, 21.0),
+    ):
+        settings = ConnectionSettings(credentials=credentials, tls=tls, **options)
         assert settings.first_attempts_timeout == seconds
 
 

@@ -196,6 +196,8 @@ class Channel:
             self._report_closed(code, text, by_broker=True)
             return True
         if method == methods.CHANNEL_CLOSE_OK:
+            if not self._closing:
+                return False  # for the channel that had this number before, if both sides closed it at a time
             self._report_closed(200, "closed by us", by_broker=False)
             return True
         if method == methods.CANCELLED:

@@ -136,3 +136,17 @@ def test_a_connection_is_closed_when_its_last_channel_is() -> None:
     connection.answer(first, CLOSE_OK)
     assert closed == [True]
     assert (one.end, two.end) == ((200, False), (200, False))
+
+
+def test_a_late_close_ok_does_not_end_the_next_channel() -> None:
+    """Both sides closed the channel before at the same time, and its number was free after the broker's close."""
+    connection, one, two = Connection(), Owner(), Owner()
+    connection.table.channel_max = 1
+    first = connection.open(1, one)
+    first.close()
+    connection.answer(first, CLOSE, (406).to_bytes(2, "big") + b"\4text" + bytes(4))
+    second = connection.table.open(2, two, two)
+    assert second.number == first.number
+    connection.answer(first, CLOSE_OK)
+    connection.answer(second, OPEN_OK, bytes(4))
+    assert (two.opened, two.end) == (True, None)
