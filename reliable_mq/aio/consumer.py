@@ -148,7 +148,8 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         handlers get ``stop_timeout`` to finish, and their deliveries are acked. A second signal ends this wait. A
         signal for which the program, or a server that it runs in, has its own handler is left to that handler.
 
-        If the task is cancelled, running handlers are cancelled too, and their deliveries are requeued.
+        If the task is cancelled, running handlers are cancelled too, and their deliveries are requeued. Not if its loop
+        ends: `asyncio.run` cancels all tasks at once when its ``main`` has ended, which cuts the connection first.
 
         Raises:
             TopologyMismatch: If the queue differs from its declaration, or does not exist.
