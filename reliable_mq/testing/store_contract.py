@@ -360,9 +360,10 @@ def explain(events: Sequence[StoreCall], *, asked_again: bool = False) -> bool:
     Args:
         events: The calls for one key.
         asked_again: True if the store repeats a query whose reply was lost. A release may then take effect and still
-            return False.
+            return False, and a claim may replace another one whose lease has ended, and still return a third one.
     """
-    events = sorted(events, key=lambda event: event.begun)
+    events = [*events, *filter(None, map(_first_query, events if asked_again else ()))]
+    events.sort(key=lambda event: event.begun)
     refuted: set[tuple[frozenset[int], _State]] = set()
     stack: list[tuple[frozenset[int], _State]] = [(frozenset(range(len(events))), _State())]
     while stack:
@@ -380,6 +381,12 @@ def explain(events: Sequence[StoreCall], *, asked_again: bool = False) -> bool:
                     after += _after(state, events[number]._replace(answer=True))
                 stack.extend((left - {number}, each) for each in after)
     return False
+
+
+def _first_query(event: StoreCall) -> StoreCall | None:
+    """Return the query without a reply that may precede the query of a claim."""
+    repeated = event.what in {"claim", "brief"} and event.answer is not None
+    return event._replace(answer=None) if repeated and event.answer.status is not NEW else None
 
 
 def _after(state: _State, event: StoreCall) -> list[_State]:

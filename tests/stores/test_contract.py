@@ -145,6 +145,13 @@ def test_a_lost_reply_may_be_of_a_call_that_took_effect_or_not() -> None:
     assert not explain([claimed(1, 0.0), claimed(None, 2.0), claimed(2, 4.0)])
     twice = [claimed(1, 0.0), settled("release", False, 2.0), claimed(2, 4.0)]
     assert [explain(twice, asked_again=again) for again in (False, True)] == [False, True]
+    overtaken = [
+        claimed(1, 0.0)._replace(what="brief"),
+        claimed(9, 2.0, ClaimStatus.IN_PROGRESS)._replace(ended=6.0),  # its first query replaces the brief claim
+        settled("complete", False, 2.6)._replace(ended=2.9),
+        claimed(3, 3.0),
+    ]
+    assert [explain(overtaken, asked_again=again) for again in (False, True)] == [False, True]
     for what in ("complete", "release"):
         history = [claimed(1, 0.0), settled(what, None, 2.0)]
         assert explain([*history, claimed(9, 4.0, ClaimStatus.IN_PROGRESS), settled(what, True, 6.0)])
