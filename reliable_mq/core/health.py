@@ -163,7 +163,7 @@ def _of_publisher(signs: PublisherSigns, now: float) -> list[_Problem]:
 def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_Problem]:
     if not outbox.open:
         return [_Problem("its outbox is not open", signs.changed_at)]
-    problems = [] if outbox.store_failing is None else _of_store_failure(outbox, outbox.store_failing, signs, now)
+    problems = _of_store_failure(outbox, signs, now)
     waited = now - outbox.answered_at
     if outbox.unstored and waited >= signs.stuck_after:
         text = f"{outbox.unstored} messages are not stored, and its outbox has not answered for {waited:.1f} s"
@@ -176,14 +176,15 @@ def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_
     return problems
 
 
-def _of_store_failure(outbox: OutboxSigns, failure: StoreFailure, signs: PublisherSigns, now: float) -> list[_Problem]:
+def _of_store_failure(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_Problem]:
     """Find the problem of an outbox that fails to store messages.
 
     It ends with the next stored message, or a while after the last failure. A failed message is not tried again, and a
     publisher that is not ready gets no traffic: only new traffic shows whether the outbox can store messages again.
     While messages wait for an answer, the answer will show it.
     """
-    if not outbox.unstored and now - failure.last >= _STORE_FAILURE_LASTS:
+    failure = outbox.store_failing
+    if failure is None or (not outbox.unstored and now - failure.last >= _STORE_FAILURE_LASTS):
         return []
     progressing = now - failure.since < signs.stuck_after
     text = f"its outbox cannot store messages: {failure.reason}"

@@ -38,7 +38,6 @@ from reliable_mq.codec.methods import (
     SetPrefetch,
     Step,
 )
-from reliable_mq.connection.channel import Arrivals
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, refusal
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
@@ -266,11 +265,7 @@ class GetChannel(AdminChannel):
             self._outstanding += most
         self._io.call_soon(partial(self._ask, source, most))
         with self._lock:
-            arrivals = Arrivals(lambda: self._io.bytes_received)
-            while not self._changed.wait_for(lambda: not self._outstanding or self._is_lost(source), _ANSWER):
-                if not arrivals.seen:
-                    raise BrokerUnavailable(f"the broker did not answer basic.get within {_ANSWER:g} s")
-                arrivals.restart()
+            self._wait_for_reply("basic.get", lambda: not self._outstanding or self._is_lost(source), _ANSWER)
             self._check(source)
 
     def _consume(self, source: ChannelGeneration, wanted: int) -> None:

@@ -6,7 +6,7 @@ The steps are performed one by one while the caller waits. Each host is tried on
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, overload
@@ -101,12 +101,7 @@ class AdminChannel(NullListener):
         outcome: list[Any] = []
         self._io.call_soon(lambda: self._io.run(_one(step), partial(self._performed, outcome)))
         with self._lock:
-            arrivals = Arrivals(lambda: self._io.bytes_received)
-            while not self._changed.wait_for(lambda: outcome, self._timeout):
-                if not arrivals.seen:
-                    name = type(step).__name__
-                    raise BrokerUnavailable(f"the broker did not answer {name} within {self._timeout:g} s")
-                arrivals.restart()
+            self._wait_for_reply(type(step).__name__, lambda: outcome, self._timeout)
         if isinstance(outcome[0], Exception):
             raise outcome[0]
         reply: MethodReply | tuple[MethodReply, ...] = outcome[0]
@@ -148,6 +143,18 @@ class AdminChannel(NullListener):
         if not isinstance(state, QueueState):
             raise TypeError(f"the reply to {step} is {state!r}")
         return state
+
+    def _wait_for_reply(self, method: str, replied: Callable[[], object], timeout: float) -> None:
+        """Wait for the replies of the broker, while the lock is held.
+
+        Raises:
+            BrokerUnavailable: If nothing arrived for ``timeout`` seconds.
+        """
+        arrivals = Arrivals(lambda: self._io.bytes_received)
+        while not self._changed.wait_for(replied, timeout):
+            if not arrivals.seen:
+                raise BrokerUnavailable(f"the broker did not answer {method} within {timeout:g} s")
+            arrivals.restart()
 
     def _wait_ready(self) -> None:
         if not self._io.running and self._error is None:

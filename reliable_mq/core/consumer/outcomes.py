@@ -291,7 +291,8 @@ class OutcomeHandler:
         if delivery.source is not self._settlement.source:
             self._stale(delivery)
             return
-        self._note_unreleased(delivery, result.detail)
+        if result.detail:  # the store did not release the claim
+            self._store_failed(delivery, result.detail)
         if delivery.flaw is not None and any(kinds[0] is ConsumeError for kinds in failure.kinds):
             self._settlement.dead_letter(delivery, f"its properties are broken: {delivery.flaw}")
         elif not result.alone:
@@ -389,7 +390,8 @@ class OutcomeHandler:
             statistics.claims_in_progress += 1
             settlement.hold(delivery, now + _CLAIM_WAIT)
         elif reason is SkipReason.EXHAUSTED:
-            self._note_unreleased(delivery, result.detail)
+            if result.detail:  # the store did not release the claim
+                self._store_failed(delivery, result.detail)
             failed = 0 if delivery.failures is None else delivery.failures.count
             settlement.dead_letter(delivery, used_up(failed, self._retry.max_attempts))
         elif reason is SkipReason.UNIDENTIFIED:
@@ -401,11 +403,6 @@ class OutcomeHandler:
             settlement.hold(delivery, now + _backoff(delivery.store_failures))
         else:
             self._cancelled(delivery, result.detail, now)
-
-    def _note_unreleased(self, delivery: Delivery, detail: str) -> None:
-        """Note a claim that the store did not release, if there is the text of its error."""
-        if detail:
-            self._store_failed(delivery, detail)
 
     def _store_failed(self, delivery: Delivery, detail: str) -> None:
         self._statistics.store_failures += 1
