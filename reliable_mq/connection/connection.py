@@ -30,7 +30,7 @@ from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec.methods import PUBLISH
 from reliable_mq.connection.channel import Arrivals, SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
-from reliable_mq.connection.interfaces import TAKES_NOTHING, ConnectCredentials
+from reliable_mq.connection.interfaces import ConnectCredentials, do_nothing, takes_nothing
 from reliable_mq.connection.token_renewer import TokenRenewer
 from reliable_mq.core.channel_setup import reconnect_reason
 from reliable_mq.core.consumer.attempts import printable
@@ -79,7 +79,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[ConnectionState, set[ConnectionState]]]]
     "open channel": {state: {_S.SETTING_UP} for state in (_S.WAITING, _S.CONNECTING, _S.SETTING_UP)},
     "set up": {_S.SETTING_UP: {_S.READY}},
     "reopen channel": {_S.READY: {_S.REOPENING}},
-    "discard": {state: {_S.DISCARDED} for state in (*_ATTEMPT, *_ESTABLISHED)},
+    "discard": {state: {_S.DISCARDED} for state in (_S.WAITING, *_ATTEMPT, *_ESTABLISHED)},
     "attempt failed": {state: {_S.WAITING, _S.GIVEN_UP} for state in (*_ATTEMPT, _S.DISCARDED)},
     "lost": {state: {_S.WAITING} for state in (_S.WAITING, *_ESTABLISHED, _S.DISCARDED)},
     "close": {state: {_S.CLOSING} for state in _ANY},
@@ -130,7 +130,7 @@ class Connector:
         self._setup = setup
         self._client = client
         self._output = output
-        output.write, output.write_buffer_size = _do_nothing, _takes_nothing
+        output.write, output.write_buffer_size = do_nothing, takes_nothing
         self._reconnect_policy = reconnect_policy
         self._on_ended = on_ended
         self._state = ConnectionState.WAITING  # changed only by `_enter`
@@ -198,14 +198,15 @@ class Connector:
 
     def discard(self, reason: str) -> None:
         """Abort a connection whose channel is in doubt; ``lost`` and a reconnect follow."""
-        loss = ConnectionLoss(None, reason, "connection", by_broker=False)
-        if self._state in (*_ESTABLISHED, *_ATTEMPT):
+        end: Callable[[], None] | None = None
+        if self._state in _ATTEMPT:
             end = partial(self._attempt_discarded, BrokerUnavailable(reason))
-            self._loop.call_soon(partial(self._discarded, loss) if self._state in _ESTABLISHED else end)
+        elif self._state in _ESTABLISHED or (self._state is ConnectionState.WAITING and self._link is not None):
+            end = partial(self._discarded, ConnectionLoss(None, reason, "connection", by_broker=False))
+        if end is not None:
+            self._loop.call_soon(end)
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
-        elif self._state is ConnectionState.WAITING and self._link is not None:  # to open another channel on the link
-            self._loop.call_soon(partial(self._report_loss, loss))
         self._drop_link(reason)
 
     def reopen_channel(self) -> None:
@@ -262,7 +263,6 @@ class Connector:
         if self._link is None:
             self._connect()
         else:
-            self._set_timer(self._settings.connect_timeout, self._on_timeout)
             self._open_channel(self._link)
 
     def _connect(self) -> None:
@@ -326,6 +326,7 @@ class Connector:
 
     def _open_channel(self, link: Link) -> None:
         self._enter(ConnectionState.SETTING_UP)
+        self._restart_timer()
         self._generation += 1
         try:
             self._channel = link.open_channel(self._generation, self._client, self)
@@ -335,6 +336,7 @@ class Connector:
     def channel_opened(self, channel: Channel) -> None:
         if channel is not self._channel or self._link is None or self._state is not ConnectionState.SETTING_UP:
             return
+        self._restart_timer()
         if self._set_up is None:
             self._set_up = SetupRunner(self._setup(self._link.server), self._set_up_ended, self._restart_timer)
         self._set_up.start(channel)
@@ -433,7 +435,7 @@ class Connector:
 
     def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         self._dying.discard(link)
-        link.report_reads(_do_nothing)
+        link.report_reads(do_nothing)
         if link is self._link:
             self._link = self._channel = None
             token_refused = self._renewer.lost(loss)
@@ -441,6 +443,8 @@ class Connector:
                 self._plan_reconnect(loss)
             elif self._step_outstanding is not None and is_refusal(loss) and not token_refused:
                 self._step_outstanding.refuse(loss.code or 0, loss.text, connection=True)
+                if self._state is ConnectionState.SETTING_UP:  # the set-up would go on, without a connection
+                    self._attempt_failed(error)
             elif self._state in _ATTEMPT:
                 self._attempt_failed(error)
         self._end_if_closed()
@@ -559,9 +563,9 @@ class Connector:
             output.write, output.write_buffer_size = link.write, link.write_buffer_size
             link.report_reads(self._client.read_finished)
         else:
-            output.write, output.write_buffer_size = _do_nothing, _takes_nothing
+            output.write, output.write_buffer_size = do_nothing, takes_nothing
             if link is not None:
-                link.report_reads(_do_nothing)
+                link.report_reads(do_nothing)
 
     def _end_set_up(self) -> None:
         run, self._set_up = self._set_up, None
@@ -589,12 +593,3 @@ _DOING = {
     ConnectionState.CONNECTING: "connecting",
     ConnectionState.SETTING_UP: "setting up the channel",
 }
-
-
-def _do_nothing(*_: bytes) -> None:
-    """Drop frames, or ignore a read, while no channel is ready."""
-
-
-def _takes_nothing() -> int:
-    """Return the size of the write buffer while no channel is ready."""
-    return TAKES_NOTHING

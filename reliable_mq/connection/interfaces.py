@@ -35,6 +35,8 @@ __all__ = [
     "OpenLink",
     "Output",
     "TimerHandle",
+    "do_nothing",
+    "takes_nothing",
 ]
 
 ADDRESSES_TRIED: Final = 2
@@ -271,3 +273,12 @@ class NullListener(ConnectionListener):
     def got_empty(self) -> None: ...
 
     def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None: ...
+
+
+def do_nothing(*_: bytes) -> None:
+    """Drop frames, or ignore a read, while no channel is ready."""
+
+
+def takes_nothing() -> int:
+    """Return the size of the write buffer while no channel is ready."""
+    return TAKES_NOTHING

@@ -5,6 +5,7 @@ Driver, broker and owner do whatever they may, in any order.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 from functools import partial
 from itertools import count, pairwise
@@ -658,6 +659,38 @@ def test_the_next_host_follows_a_connection_lost_between_set_ups() -> None:
         machine.teardown()
 
 
+def test_the_next_host_follows_a_connection_discarded_between_channels() -> None:
+    machine = reached(ConnectionState.READY)
+    try:
+        machine.close_channel(404)
+        machine.discard()
+        machine.loop.turn()
+        machine.pass_time(WAIT)
+        machine.credentials(Credentials("guest", "guest"))
+        assert [link.endpoint.host for link in machine.links] == ["one", "two"]
+    finally:
+        machine.teardown()
+
+
+def test_a_set_up_that_goes_on_without_a_connection_fails_at_once() -> None:
+    """It caught the refusal of its step, which closed the connection."""
+
+    def steps(_server: ServerInfo) -> Generator[Any, Any, None]:
+        with contextlib.suppress(StepRefused):
+            yield methods.CheckQueue("q")
+        yield ConfirmSelect()
+
+    machine = ConnectorMachine()
+    try:
+        machine.connector._setup = steps
+        machine.proceed(3)
+        machine.lose_link(541, which=-1)
+        machine.pass_time(0.0)
+        assert machine.state is ConnectionState.PREPARING, "of the next host"
+    finally:
+        machine.teardown()
+
+
 def test_a_connection_lost_between_channels_is_reported() -> None:
     """The owner knows only of the lost channel."""
     machine = reached(ConnectionState.READY)
@@ -753,6 +786,23 @@ def test_the_handshakes_have_all_their_time_after_a_callback() -> None:
         machine.teardown()
 
 
+def test_each_reply_of_a_set_up_has_all_its_time() -> None:
+    """The replies to the handshake, to ``channel.open`` and to each step, on one channel after another."""
+    machine = ConnectorMachine()
+    try:
+        machine.proceed(1)
+        for reply in (machine.handshake, machine.answer, partial(machine.close_channel, 404), machine.answer):
+            machine.loop.pass_time(0.9 * CONNECT_TIMEOUT)
+            reply()
+            assert machine.state is ConnectionState.SETTING_UP
+        machine.loop.pass_time(0.9 * CONNECT_TIMEOUT)
+        assert not machine.links[-1].aborted
+        machine.loop.pass_time(0.2 * CONNECT_TIMEOUT)
+        assert machine.links[-1].aborted
+    finally:
+        machine.teardown()
+
+
 STEPS = {  # from the start, without failures
     ConnectionState.PREPARING: 0,
     ConnectionState.CONNECTING: 1,
@@ -815,6 +865,11 @@ def lose_both(machine: ConnectorMachine) -> None:
     machine.lose_link(None, which=-1)
 
 
+def discard_between_channels(machine: ConnectorMachine) -> None:
+    machine.close_channel(404)
+    discard_and_fail(machine)
+
+
 def refuse_step(machine: ConnectorMachine) -> None:
     """Close the channel over the first step. The next step uses another channel."""
     machine.proceed(1)
@@ -845,6 +900,7 @@ def test_every_transition_of_the_table_happens() -> None:
         (ConnectionState.SETTING_UP, refuse_step, None),
         (ConnectionState.READY, lose_channel, None),
         (ConnectionState.READY, lose_both, None),
+        (ConnectionState.READY, discard_between_channels, None),
     ]
     seen: set[tuple[ConnectionState, ConnectionState]] = set()
     for state, event, stop in cases:
