@@ -659,7 +659,7 @@ def test_the_next_host_follows_a_connection_lost_between_set_ups() -> None:
         machine.teardown()
 
 
-def test_the_next_host_follows_a_connection_discarded_between_channels() -> None:
+def test_the_next_host_follows_one_discarded_between_channels() -> None:
     machine = reached(ConnectionState.READY)
     try:
         machine.close_channel(404)
@@ -672,7 +672,7 @@ def test_the_next_host_follows_a_connection_discarded_between_channels() -> None
         machine.teardown()
 
 
-def test_a_set_up_that_goes_on_without_a_connection_fails_at_once() -> None:
+def test_a_set_up_without_its_connection_fails_at_once() -> None:
     """It caught the refusal of its step, which closed the connection."""
 
     def steps(_server: ServerInfo) -> Generator[Any, Any, None]:
