@@ -203,10 +203,10 @@ def test_a_classic_queue_has_its_letters_back_by_one_command(
     with DeadLetterQueue(any_vhost.url, "letters") as dead:
         channel = dead._channel
         for _ in range(2):
-            before = channel.source
+            before = channel._source
             assert [int(message.body) for message in dead.browse()] == list(range(430))
             assert len(dead) == 430
-            assert channel.source is not before
+            assert channel._source is not before
         assert dead.purge(Filter(headers={"n": "217"})) == 1
         assert [int(message.body) for message in dead.browse(limit=210)] == list(range(210))
         assert [int(message.body) for message in dead.browse()] == [n for n in range(430) if n != 217]

@@ -102,11 +102,6 @@ class GetChannel(AdminChannel):
         self._loss: ConnectionLoss | None = None
         self._gone = False  # deliveries were lost with their channel, and no caller has got an error for that yet
 
-    @property
-    def source(self) -> ChannelGeneration:
-        """The current channel, which is another one after every loss."""
-        return self._source
-
     def check(self) -> QueueState:
         """Return the numbers of ready messages and consumers.
 

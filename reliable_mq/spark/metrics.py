@@ -123,7 +123,7 @@ class Exporter:
         register(self.registry, self.streams.readings)
         register(self.registry, self.sink.readings)
         self._worker, self._claim = _claimed(directory)
-        self.path = _file(directory, self._worker)
+        self.path = directory / f"{_STEM}_{self._worker}.prom"
         self._writing = threading.Lock()
         self._showing = threading.Lock()  # from the removal of gauges until the file is written, nobody adds any
         self._failed = False
@@ -203,10 +203,6 @@ def exporter(directory: str | None) -> Exporter | None:
         return _exporters[directory]
 
 
-def _file(directory: Path, worker: int) -> Path:
-    return directory / f"{_STEM}_{worker}.prom"
-
-
 def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
     """Claim the lowest number without a living process; remove files of dead ones."""
     foreign: list[Path] = []
@@ -234,7 +230,7 @@ def _claimed(directory: Path) -> tuple[int, TextIOWrapper]:
 
 def _claim(directory: Path, worker: int, foreign: list[Path]) -> TextIOWrapper | None:
     """Lock a number; None if another process has it, or another user (``foreign``)."""
-    path = _lock_of(directory, worker)
+    path = directory / f".{_STEM}_{worker}.lock"
     try:
         return locked(path)
     except PermissionError:
@@ -242,10 +238,6 @@ def _claim(directory: Path, worker: int, foreign: list[Path]) -> TextIOWrapper |
             raise
         foreign.append(path)
         return None
-
-
-def _lock_of(directory: Path, worker: int) -> Path:
-    return directory / f".{_STEM}_{worker}.lock"
 
 
 def locked(path: Path) -> TextIOWrapper | None:

@@ -33,7 +33,6 @@ _INDENTED: Final = 12  # levels
 _HEADERS: Final = 200
 _VALUE: Final = 2000  # characters of a header's value
 _EDITABLE: Final = 128 * 1024  # bytes
-_DEEPEST: Final = 20  # levels of a header's value
 # A string, a bracket or separator, or another token. The matches cover all JSON text except spaces between tokens.
 _PIECE: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{},:]|[^\s"\[\]{},:]+', re.DOTALL)
 
@@ -172,23 +171,11 @@ def _hex_lines(data: bytes) -> Iterator[str]:
 
 
 def _value(value: object) -> str:
-    shown = _plain(value, 0)
-    text = shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
+    plain = value is None or isinstance(value, (int, float, list, tuple, Mapping))
+    text = json.dumps(value, ensure_ascii=False, default=_nearest) if plain else _nearest(value)
     return printable(text, _VALUE) if len(text) > _VALUE else visible(text)
 
 
-def _plain(value: object, depth: int) -> object:
+def _nearest(value: object) -> str:
     """Return the nearest value that JSON can represent."""
-    if depth > _DEEPEST:
-        return "…"
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case bytes():
-            return value.decode("utf-8", "backslashreplace")
-        case Mapping():
-            return {str(name): _plain(item, depth + 1) for name, item in value.items()}
-        case list() | tuple():
-            return [_plain(item, depth + 1) for item in value]
-        case _:
-            return str(value)
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
