@@ -66,8 +66,8 @@ class ReliableMQError(Exception):
             for char in text
         )
 
-    def __reduce__(self) -> tuple[Callable[..., ReliableMQError], tuple[object, ...]]:
-        return _rebuilt, (type(self), self.args, self.__dict__)
+    def __reduce__(self) -> tuple[Callable[..., BaseException], tuple[object, ...]]:
+        return rebuilt, (type(self), self.args, self.__dict__)
 
 
 class ConfigurationError(ReliableMQError, ValueError):
@@ -305,9 +305,9 @@ class IdempotencyStoreError(ConsumeError):
     """
 
 
-def _rebuilt(kind: type[ReliableMQError], args: tuple[object, ...], attributes: dict[str, object]) -> ReliableMQError:
-    """Unpickle an error without its constructor, which has keyword-only arguments."""
-    error = kind.__new__(kind)
+def rebuilt(kind: type[BaseException], args: tuple[object, ...], attributes: dict[str, object]) -> BaseException:
+    """Unpickle an error without its constructor, which may take other arguments."""
+    error = kind.__new__(kind, *args)
     error.args = args
     error.__dict__.update(attributes)
     return error

@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeAlias, get_args
 import tenacity
 
 from reliable_mq._util.validation import Duration, fraction, is_number, seconds, whole_number
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.errors import ConfigurationError, rebuilt
 
 __all__ = ["Ack", "DeadLetter", "KillSwitch", "RetryBackend", "RetryLater", "RetryPolicy", "Verdict"]
 
@@ -62,7 +62,7 @@ class RetryLater(Exception):
         super().__init__("as the policy says" if delay is None else f"in {self.delay:g} s")
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (type(self), self.args, self.__dict__)
+        return rebuilt, (type(self), self.args, self.__dict__)
 
 
 class DeadLetter(Exception):
@@ -81,7 +81,7 @@ class DeadLetter(Exception):
         self.reason = reason
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _restored, (type(self), self.args, self.__dict__)
+        return rebuilt, (type(self), self.args, self.__dict__)
 
 
 Verdict: TypeAlias = Ack | type[Ack] | RetryLater | DeadLetter
@@ -256,13 +256,6 @@ class KillSwitch:
         pause = seconds("pause", self.pause, positive=True)
         if seconds("longest_pause", self.longest_pause, positive=True) < pause:
             raise ConfigurationError(f"longest_pause is below pause: {self.longest_pause!r} and {self.pause!r}")
-
-
-def _restored(kind: type[BaseException], args: tuple[object, ...], state: dict[str, object]) -> BaseException:
-    """Unpickle a decision without its constructor, which a subclass may have changed."""
-    error = kind.__new__(kind, *args)
-    error.__dict__.update(state)
-    return error
 
 
 def _ask(backoff: Backoff, attempt: int) -> float:

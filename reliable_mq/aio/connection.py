@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.engine.connection import ConnectionArguments
 
 __all__ = ["AsyncConnection"]
@@ -78,10 +77,6 @@ class AsyncConnection(BaseConnection):
         A signal handler runs on the loop's own thread, but may interrupt the loop's wait for events.
         """
         self._loop.call_soon(fn)
-
-    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds. An exception in `fn` costs the connection."""
-        return self._loop.call_later(delay, fn)
 
     def guard(self, fn: Callable[[], None]) -> None:
         """Run `fn` now. An exception in `fn` costs the connection."""

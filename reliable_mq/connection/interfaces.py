@@ -139,7 +139,15 @@ class OpenLink(Protocol):
         events: LinkEvents,
         /,
     ) -> Link:
-        """Begin an attempt to connect to `endpoint`. The management UI shows `name`."""
+        """Begin an attempt to connect.
+
+        Args:
+            endpoint: The host and port.
+            settings: The virtual host, tuning and other settings.
+            secrets: The credentials and the TLS context, read for this attempt.
+            name: The connection's name in the management UI, unless ``settings`` has one.
+            events: The receiver of the link's events.
+        """
 
 
 class LinkEvents(Protocol):

@@ -25,14 +25,9 @@ __all__ = ["BaseConnection", "ConnectionArguments", "Wakeup"]
 
 
 class ConnectionArguments(TypedDict):
-    """The arguments of a connection in both APIs.
+    """The arguments of `Connector` that both APIs pass.
 
-    Attributes:
-        name: The name of the connection, unless `settings` has one, and the name of an I/O thread.
-        settings: The hosts, credentials, TLS options and tuning parameters.
-        setup: A callable that is called once per attempt. It returns the steps to perform before the channel is ready.
-        client: The owner of the connection, which receives every event.
-        reconnect_policy: The policy that decides when to try which host again. Not shared with other connections.
+    An I/O thread has the same ``name``.
     """
 
     name: str
@@ -114,8 +109,11 @@ class BaseConnection:
         return self._loop.addresses.several
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds, unless the loop ends first."""
-        raise NotImplementedError
+        """Run `fn` in `delay` seconds, unless the loop ends first.
+
+        An exception in `fn` costs the connection.
+        """
+        return self._loop.call_later(delay, fn)
 
     def run(
         self, generator: StepGenerator, done: Callable[[Any], None], in_line: Callable[[], bool] = lambda: False

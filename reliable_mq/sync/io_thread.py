@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Unpack
 
-    from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.engine.connection import ConnectionArguments
 
 __all__ = ["IOThread"]
@@ -139,12 +138,6 @@ class IOThread(BaseConnection):
             return False
         thread.join(timeout)
         return not thread.is_alive()
-
-    # -- I/O thread only -------------------------------------------------------------------------------------------
-
-    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` in `delay` seconds, unless the thread ends first."""
-        return self._loop.call_later(delay, fn)
 
     # -- the thread ------------------------------------------------------------------------------------------------
 

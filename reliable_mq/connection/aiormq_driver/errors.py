@@ -27,14 +27,7 @@ class MechanismNotOffered(Exception):
 def link_error(
     cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
 ) -> BrokerUnavailable:
-    """Return the error for the end of a link.
-
-    Args:
-        cause: The exception that aiormq or the transport reported.
-        endpoint: The endpoint that the message names.
-        closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
-        opened: Whether the handshake was completed.
-    """
+    """Return the error for an exception of aiormq, as `broker_unavailable` does."""
     if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
         cause = cause.__cause__
     otherwise = _what_happened(cause, opened=opened)

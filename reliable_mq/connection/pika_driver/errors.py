@@ -23,14 +23,7 @@ class Aborted(Exception):
 def broker_error(
     cause: BaseException | None, endpoint: Endpoint, closed_with: tuple[int, str] | None, *, opened: bool
 ) -> BrokerUnavailable:
-    """Return the error for the end of a connection.
-
-    Args:
-        cause: The exception that pika reported.
-        endpoint: The endpoint that the message names.
-        closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
-        opened: Whether the handshake was completed.
-    """
+    """Return the error for an exception of pika, as `broker_unavailable` does."""
     root = _root(cause)
     return broker_unavailable(
         endpoint,

@@ -25,13 +25,7 @@ __all__ = ["Link"]
 class Link:
     """An attempt to connect, and the connection if it succeeds. On its loop only.
 
-    Args:
-        loop: The loop to run on.
-        endpoint: The host and port.
-        settings: The virtual host, tuning and other settings.
-        secrets: The credentials and the TLS context, read for this attempt.
-        name: The connection's name in the management UI, unless ``settings`` has one.
-        events: The receiver of the link's events.
+    The arguments after ``loop`` are those of `OpenLink`.
     """
 
     def __init__(
