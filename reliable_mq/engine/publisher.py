@@ -503,22 +503,25 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
             if not self._is_closed:
                 self._leave_open()
             channel = self._started_channel
-        if channel is not None:
-            yield channel.close(limit)
+        blocked = None if channel is None else (yield channel.close(limit))
         self._release()
-        self._raise_unobserved()
+        self._raise_unobserved(blocked)
 
     def _broker_may_answer(self) -> bool:
         """Return whether the broker is connected, or has not been tried yet."""
         return self.connected or (self._started_channel is not None and not self._started_channel.tried)
 
-    def _raise_unobserved(self) -> None:
-        """Finish a close, and raise the failures that no user has seen."""
+    def _raise_unobserved(self, blocked: PublishError | None) -> None:
+        """Finish a close, and raise the failures that no user has seen, or ``blocked``."""
         self._state = PublisherState.CLOSED
         channel = self._outbox_channel or self._started_channel
         failed, count = ([], 0) if channel is None else channel.take_failures()
-        if count:
-            raise summary([error for confirmation in failed if (error := confirmation.failure())], count)
+        errors = [error for confirmation in failed if (error := confirmation.failure())]
+        unobserved = summary(errors, count) if count else None
+        if blocked is not None and self._outbox is None:  # otherwise the messages are rows
+            raise blocked from unobserved
+        if unobserved is not None:
+            raise unobserved
 
     def _left_unconfirmed(self, error: PublishError, exc_type: type[BaseException] | None) -> None:
         """Raise the error of leaving a ``with`` block, or log it if the block raised."""

@@ -159,7 +159,11 @@ class BasePublisherChannel(BaseChannel[P]):
         raise NotImplementedError
 
     def close(self, timeout: float) -> Any:
-        """Settle everything within ``timeout`` seconds or give it up. Disconnect. A step."""
+        """Settle everything within ``timeout`` seconds or give it up. Disconnect. A step.
+
+        Returns:
+            An error if publishes are not settled, because the loop is blocked.
+        """
         raise NotImplementedError
 
     def _accept_inbox(self) -> None:

@@ -27,14 +27,18 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
+__all__ = ["IS_BLOCKED", "LATE", "PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
 
 PATIENCE = 0.2
 """Seconds after which a caller that waits has the I/O thread look for publishes that it was not told of."""
 
-P = TypeVar("P", bound=Publication)
+LATE = 5.0
+"""Seconds after a deadline in which an I/O thread that is not blocked settles the publish."""
 
-_LATE = 5.0  # seconds after a deadline in which an I/O thread that is not blocked settles the publish
+IS_BLOCKED = "the publisher's I/O thread is blocked, for example by a log handler"
+"""The reason why a publish is not settled after its deadline."""
+
+P = TypeVar("P", bound=Publication)
 
 
 def time_to_wait(timeout: Duration | None) -> float | None:
@@ -215,13 +219,9 @@ class Confirmation(BaseConfirmation):
         owner = self.owner
         left = self.accepted_at + owner.timeout_of(self) - time.monotonic()
         if settled.wait_for(self.done, min(left, threading.TIMEOUT_MAX)) or settled.wait_for(
-            self.done, 0.0 if owner.stalled else _LATE
+            self.done, 0.0 if owner.stalled else LATE
         ):
             return None
         owner.stalled = True
         owner.nudge()
-        return PublishUnconfirmed(
-            f"{self} is not settled after its deadline: the publisher's I/O thread is blocked, for example by a log "
-            "handler",
-            message_id=self.message_id,
-        )
+        return PublishUnconfirmed(f"{self} is not settled after its deadline: {IS_BLOCKED}", message_id=self.message_id)

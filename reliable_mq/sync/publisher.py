@@ -168,7 +168,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         If another caller is closing it, waits for that. A call after an interrupted one continues the closing.
 
         Raises:
-            PublishError: If messages failed or were given up, and no user has seen their outcome.
+            PublishError: If messages failed or were given up, and no user has seen their outcome, or if a blocked I/O
+                thread has not settled messages.
             UsageError: If called from a callback of this publisher, which would wait for itself.
         """
         blocking(self._close(timeout))

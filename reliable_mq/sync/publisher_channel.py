@@ -39,7 +39,7 @@ from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.errors import PublishUnconfirmed, UsageError
-from reliable_mq.sync.confirmation import PATIENCE, CallbackOwner, Confirmation
+from reliable_mq.sync.confirmation import IS_BLOCKED, LATE, PATIENCE, CallbackOwner, Confirmation
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
@@ -175,6 +175,7 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         self._changed = Condition(self.lock)
         self._waiters = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._check_waiters))
         self._waiting = self._waiters.waiting
+        self._last_deadline = 0.0  # of the publishes with a timeout of their own
         self._flushing: list[float] = []  # for each caller in a flush: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
         self.stalled = False
@@ -223,6 +224,8 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             with self.lock:
                 if self._takes_none:
                     self._refuse(confirmation)
+                if (own := confirmation.timeout) is not None:
+                    self._last_deadline = max(self._last_deadline, confirmation.accepted_at + own)
                 if (
                     self._crowded or self._waiting or not self.window.fits(confirmation.size)
                 ) and self._wait_for_window(confirmation):
@@ -240,15 +243,29 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             raise
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all earlier publishes are settled, and return whether they are."""
+        """Wait until all earlier publishes are settled, and return whether they are.
+
+        Raises:
+            TimeoutError: If ``timeout`` is infinite, and they are not settled a moment after the last deadline.
+        """
         self.check_usable()
         with self.lock:
-            return self._wait_settled_before(time.monotonic(), timeout)
+            moment = time.monotonic()
+            if timeout < float("inf"):
+                return self._wait_settled_before(moment, timeout)
+            to_deadline = max(self._delivery_timeout, self._last_deadline - moment)
+            # The moment begins after the wait, because the process may have been stopped until then.
+            if self._wait_settled_before(moment, to_deadline) or self._wait_settled_before(moment, LATE):
+                return True
+        raise TimeoutError(f"{self.outstanding} messages are not settled after their deadlines: {IS_BLOCKED}")
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float) -> PublishUnconfirmed | None:
         """Settle everything within ``timeout`` seconds, give up the rest, and disconnect.
 
         May be called again, and by several threads. Each call waits for the end.
+
+        Returns:
+            An error if the I/O thread is blocked, and publishes are not given up.
         """
         deadline = time.monotonic() + timeout
         with self.lock:
@@ -262,6 +279,9 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         self._callbacks.stop()
         self._wait_ended(self._io.join, CLOSE_GRACE + _ABORT_GRACE)
         self._wait_ended(self._callbacks.join, max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+        if settled or self.forked or not (left := self.outstanding):
+            return None
+        return PublishUnconfirmed(f"{left} messages are not settled: {IS_BLOCKED}")
 
     def nudge(self) -> None:
         """Make the I/O thread check the inbox."""

@@ -17,6 +17,7 @@ import time
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -1226,7 +1227,7 @@ def test_a_wait_that_blocks_the_io_thread_ends(
     broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caller holds the lock of a log handler, which the I/O thread waits for."""
-    monkeypatch.setattr("reliable_mq.sync.confirmation._LATE", 0.5)
+    monkeypatch.setattr("reliable_mq.sync.confirmation.LATE", 0.5)
     broker.script = lambda published: published.channel.connection.cut()
     with (
         new_publisher_of_the_sync_api(reconnect_wait=tenacity.wait_fixed(0.02)) as publisher,
@@ -1246,7 +1247,7 @@ def test_a_report_that_blocks_the_io_thread_is_made(
     broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its messages wait once for the I/O thread, not one after the other."""
-    monkeypatch.setattr("reliable_mq.sync.confirmation._LATE", 1.0)
+    monkeypatch.setattr("reliable_mq.sync.confirmation.LATE", 1.0)
     broker.script = lambda published: published.channel.connection.cut()
     reports: list[PublishReport] = []
 
@@ -1267,6 +1268,81 @@ def test_a_report_that_blocks_the_io_thread_is_made(
         assert not confirmation.owner.stalled
     assert {type(error) for _, error in reports[0].failures} == {PublishUnconfirmed}
     assert len(reports[0].failures) == 30
+
+
+@contextmanager
+def blocked_io_thread(publisher: Publisher) -> Iterator[None]:
+    """Block the I/O thread, as a log handler may do."""
+    channel = publisher._channel
+    assert channel is not None
+    released = threading.Event()
+    channel._io.call_soon(lambda: (released.wait(10), None)[1])
+    try:
+        yield
+    finally:
+        released.set()
+
+
+@pytest.fixture
+def _short_closing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for grace in ("CLOSE_GRACE", "_ABORT_GRACE"):
+        monkeypatch.setattr(f"reliable_mq.sync.publisher_channel.{grace}", 0.2)
+
+
+@pytest.mark.usefixtures("_short_closing")
+def test_close_tells_what_a_blocked_io_thread_left(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
+) -> None:
+    """The cause is the failures that no user has seen. The publisher is closed."""
+    broker.script = lambda published: published.channel.nack(published.number)
+    publisher = new_publisher_of_the_sync_api(retry=ONCE)
+    submit(publisher, 1)
+    publisher.flush(10)
+    with blocked_io_thread(publisher):
+        submit(publisher, 3)
+        with pytest.raises(
+            PublishUnconfirmed, match="3 messages are not settled: the publisher's I/O thread"
+        ) as caught:
+            publisher.close(0.1)
+        assert isinstance(caught.value.__cause__, PublishNacked)
+        publisher.close()
+
+
+@pytest.mark.usefixtures("_short_closing")
+def test_a_blocked_io_thread_does_not_lose_rows(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, tmp_path: Path
+) -> None:
+    """So closing does not raise."""
+    broker.script = acking
+    outbox = SQLiteOutbox(tmp_path / "outbox.db")
+    publisher = new_publisher_of_the_sync_api(outbox=outbox)
+    submit(publisher, 1)
+    publisher.flush(10)
+    with blocked_io_thread(publisher):
+        submit(publisher, 3)
+        publisher.close(0.1)
+        assert outbox.backlog()[0] == 3
+    outbox.close()
+
+
+def test_a_flush_without_a_timeout_ends_with_a_deadline(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The latest deadline of a message, and a moment later."""
+    monkeypatch.setattr("reliable_mq.sync.publisher_channel.LATE", 0.2)
+    broker.script = acking
+    publisher = new_publisher_of_the_sync_api(delivery_timeout=0.3)
+    submit(publisher, 1)
+    publisher.flush()
+    with blocked_io_thread(publisher):
+        submit(publisher, 2)
+        submit(publisher, 1, timeout=1)
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="3 messages are not settled after their deadlines: the publisher's I/O"):
+            publisher.flush()
+        assert time.monotonic() - began > 1
+    with pytest.raises(PublishError, match="3 messages were not confirmed"):
+        publisher.close()
 
 
 @pytest.mark.slow
