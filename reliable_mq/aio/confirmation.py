@@ -9,32 +9,19 @@ runs while the publisher is working.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from reliable_mq.aio.loop import resolve
-from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
+from reliable_mq.aio.loop import OnLoop, resolve
+from reliable_mq.engine.confirmation import BaseConfirmation
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Generator
 
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
 __all__ = ["AsyncConfirmation"]
-
-
-class AsyncConfirmationOwner(BaseConfirmationOwner, Protocol):
-    """The channel that settles a confirmation, on its event loop."""
-
-    loop: asyncio.AbstractEventLoop
-
-    def take(self, confirmation: Any) -> bool:
-        """Accept the message if the window has room, and return whether it has."""
-
-    async def wait_for_window(self, confirmation: Any) -> None:
-        """Accept the message once the window has room."""
 
 
 class AsyncConfirmation(BaseConfirmation):
@@ -47,7 +34,7 @@ class AsyncConfirmation(BaseConfirmation):
 
     __slots__ = ()
 
-    owner: AsyncConfirmationOwner
+    owner: OnLoop[Any]
 
     def __await__(self) -> Generator[object, None, Receipt]:
         """Wait for the outcome.

@@ -54,6 +54,14 @@ class OnLoop(BaseChannel[P]):
 
     loop: asyncio.AbstractEventLoop
 
+    def take(self, confirmation: P) -> bool:
+        """Accept the message if the window has room, and return whether it has."""
+        raise NotImplementedError
+
+    async def wait_for_window(self, confirmation: P) -> None:
+        """Accept the message once the window has room."""
+        raise NotImplementedError
+
     def check_usable(self) -> None:
         """Raise UsageError on another event loop, or in a forked child."""
         if self.forked or asyncio.get_running_loop() is not self.loop:

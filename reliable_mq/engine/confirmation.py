@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.core.publisher.publication import Outcome
@@ -23,9 +23,10 @@ from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Publication
-    from reliable_mq.errors import PublishError, ReliableMQError
+    from reliable_mq.engine.channel import BaseChannel
+    from reliable_mq.errors import PublishError
 
-__all__ = ["BaseConfirmation", "BaseConfirmationOwner", "end_trace"]
+__all__ = ["BaseConfirmation", "end_trace"]
 
 logger = get_logger(__name__)
 
@@ -38,24 +39,12 @@ def end_trace(publication: Publication, error: BaseException) -> None:
         publication.trace.failed(error)
 
 
-class BaseConfirmationOwner(Protocol):
-    """The channel that settles a confirmation."""
-
-    fatal: ReliableMQError | None
-
-    def failure_observed(self) -> None:
-        """Note that a user has seen a failure. The caller holds the lock."""
-
-    def check_usable(self) -> None:
-        """Raise UsageError where no outcome would ever arrive, as in a forked child."""
-
-
 class BaseConfirmation(ObservedPublication):
     """A publication whose outcome its user can see. Each API adds the waiting."""
 
     __slots__ = ()
 
-    owner: BaseConfirmationOwner
+    owner: BaseChannel[Any]
 
     @property
     def message_id(self) -> str:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq._util.validation import Duration, seconds
 from reliable_mq.core.publisher.publication import Publication
 from reliable_mq.engine.channel import BaseChannel
-from reliable_mq.engine.confirmation import BaseConfirmation, BaseConfirmationOwner
+from reliable_mq.engine.confirmation import BaseConfirmation
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
@@ -57,40 +57,27 @@ def time_to_wait(timeout: Duration | None) -> float | None:
     return seconds("timeout", number)
 
 
-class ConfirmationOwner(BaseConfirmationOwner, Protocol):
-    """The channel that settles a confirmation and runs its callbacks."""
-
-    lock: threading.RLock
-    stalled: bool  # whether the I/O thread has missed a deadline and not run since, so that waits are no longer patient
-
-    def submit(self, confirmation: Any) -> None:
-        """Accept the message. Wait for the window up to the message's deadline."""
-
-    def expect_callbacks(self) -> None:
-        """Start the thread for callbacks before any use of ``call_back``."""
-
-    def call_back(self, call: Callable[[], object]) -> None:
-        """Run ``call`` on the thread for user callbacks."""
-
-    def check_may_wait(self) -> None:
-        """Raise UsageError on the thread that settles publishes."""
-
-    def timeout_of(self, confirmation: Any) -> float:
-        """Return the seconds from acceptance to the deadline."""
-
-    def nudge(self) -> None:
-        """Make the I/O thread look for publishes whose wake-up may have been interrupted."""
-
-
 class CallbackOwner(BaseChannel[P]):
     """The part of a publisher's channel that runs callbacks on a separate thread.
 
     Attributes:
         lock: The lock that guards the state that callers read, and the callbacks of all confirmations.
+        stalled: Whether the I/O thread has missed a deadline, and has not run since. Waits are no longer patient.
     """
 
     lock: threading.RLock
+    stalled = False
     _callbacks: CallbackThread
+
+    def submit(self, confirmation: P) -> None:
+        """Accept the message. Wait for the window up to the message's deadline."""
+        raise NotImplementedError
+
+    def check_may_wait(self) -> None:
+        """Raise UsageError on the thread that settles publishes, if waits on it would not end."""
+
+    def nudge(self) -> None:
+        """Make the I/O thread look for publishes whose wake-up may have been interrupted."""
 
     def expect_callbacks(self) -> None:
         """Start the thread. ``call_back`` may run where no thread can be started."""
@@ -125,7 +112,7 @@ class Confirmation(BaseConfirmation):
 
     __slots__ = ()
 
-    owner: ConfirmationOwner
+    owner: CallbackOwner[Any]
 
     def result(self, timeout: Duration | None = None) -> Receipt:
         """Wait for the outcome, and return the receipt.

@@ -96,8 +96,6 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
         lock: The lock that guards the window and the callbacks of all confirmations.
     """
 
-    stalled = False
-
     def __init__(
         self, outbox: Outbox, relay_publisher: RowPublisher, options: PublisherOptions, *, measured: bool
     ) -> None:
@@ -200,14 +198,6 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
                 self.outbox.close()
             except OutboxError as error:
                 logger.error("failed to close %r: %s", self.outbox, error)  # noqa: TRY400
-
-    # For confirmations
-
-    def check_may_wait(self) -> None:
-        """Do nothing, because each wait ends at the message's own deadline."""
-
-    def nudge(self) -> None:
-        """Do nothing, because the writer knows of every message."""
 
     # On the writer's thread
 

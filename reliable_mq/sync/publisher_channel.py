@@ -162,7 +162,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
 
     Attributes:
         lock: The lock that guards the inbox, the window and the callbacks of all confirmations.
-        stalled: Whether the I/O thread has missed the deadline of a publish, and has not run since.
     """
 
     write_bytes = 64 * 1024
@@ -178,7 +177,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         self._last_deadline = 0.0  # of the publishes with a timeout of their own
         self._flushing: list[float] = []  # for each caller in a flush: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
-        self.stalled = False
         self._accepting = 0  # publishes moving from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._crowded = False  # whether more callbacks are due than the window has places
