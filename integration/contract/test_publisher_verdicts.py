@@ -171,6 +171,9 @@ TEXTS = {
     "user_id": (lambda: Message(b"x", user_id="some'body"), "", 406),
     "size": (lambda: Message(b"x" * (17 * 1024 * 1024)), "", 406),
     "expiration": (lambda: Message.from_wire(b"x", b"\1\0\3abc"), "", 406),
+    "reply_to": (lambda: Message(b"x", reply_to="amq.rabbitmq.reply-to"), "", 406),
+    "key of CC": (lambda: Message(b"x", headers={"CC": ["secret.1"]}), "events", 403),
+    "key of BCC": (lambda: Message(b"x", headers={"BCC": ["public", "secret.2"]}), "events", 403),
     "CC": (lambda: Message.from_wire(b"x", b"\x20\0\0\0\0\x09\2CCS\0\0\0\1x"), "", 406),
 }
 
@@ -182,7 +185,11 @@ def test_f12_the_brokers_text_names_the_culprit(any_vhost: VirtualHost) -> None:
     """
     limit = 64 * 1024 * 1024
     with any_vhost.connect() as connection:
-        connection.channel().exchange_declare("internal", internal=True)
+        channel = connection.channel()
+        channel.exchange_declare("internal", internal=True)
+        channel.exchange_declare("events", exchange_type="topic")
+    refused = {"exchange": "events", "write": "^(?!secret)", "read": ""}
+    any_vhost.broker.management.call("PUT", "topic-permissions", any_vhost.name, "guest", body=refused)
     with Publisher(any_vhost.url, topology=[ORDERS], max_message_bytes=limit) as publisher:
         publisher.connect()
         for flaw, (make, exchange, code) in TEXTS.items():

@@ -31,6 +31,8 @@ OTHERS = [
     publication(Message(b"xx", priority=3)),
     publication(Message(b"x", user_id="guest", expiration=1, headers={"CC": ["a"], "h": 1})),
     publication(Message(b"x", headers={"CCC": 1})),
+    publication(Message(b"x", headers={"BCC": ["a"], "h": "x.y"}), exchange="events", routing_key="other"),
+    publication(Message(b"x", reply_to="replies")),
     publication(Message._from_wire(b"x", b"\x80\0\5text", "damaged")),
 ]
 
@@ -50,6 +52,16 @@ OTHERS = [
             403,
             "ACCESS_REFUSED - write access to topic 'x.y' in exchange 'events' in vhost '/' refused for user 't'",
             publication(exchange="events", routing_key="x.y"),
+        ),
+        (
+            403,
+            "ACCESS_REFUSED - write access to topic 'x.y' in exchange 'events' in vhost '/' refused for user 't'",
+            publication(Message(b"x", headers={"CC": ["a", "x.y"]}), exchange="events"),
+        ),
+        (
+            403,
+            "ACCESS_REFUSED - write access to topic 'x.y' in exchange 'events' in vhost '/' refused for user 't'",
+            publication(Message(b"x", headers={"CC": ["a"], "BCC": ["x.y", "b"]}), exchange="events"),
         ),
         (
             403,
@@ -78,6 +90,11 @@ OTHERS = [
         ),
         (
             406,
+            "PRECONDITION_FAILED - fast reply consumer does not exist",
+            publication(Message(b"x", reply_to="amq.rabbitmq.reply-to")),
+        ),
+        (
+            406,
             "PRECONDITION_FAILED - message size 17 is larger than configured max size 16",
             publication(Message(b"x" * 17)),
         ),
@@ -95,6 +112,13 @@ def test_the_default_exchange_has_a_name_in_errors() -> None:
     to_default, to_events = publication(), publication(exchange="events")
     text = "ACCESS_REFUSED - write access to exchange 'amq.default' in vhost '/' refused for user 'u'"
     assert named_by(BrokerReply(403, text), [to_events, to_default]) == [to_default]
+
+
+def test_a_cc_that_is_no_list_of_keys_names_nobody() -> None:
+    """RabbitMQ refuses its type first."""
+    wrong = publication(wired(headers=b"\0\0\0\x09\2CCS\0\0\0\1x"), exchange="events")
+    text = "ACCESS_REFUSED - write access to topic 'x' in exchange 'events' in vhost '/' refused for user 't'"
+    assert named_by(BrokerReply(403, text), [wrong]) == []
 
 
 @pytest.mark.parametrize(

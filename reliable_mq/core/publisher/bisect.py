@@ -49,7 +49,8 @@ Invariants:
 RabbitMQ's text names the exchange, the routing key or the value that it objects to. The texts here are those of
 RabbitMQ 4.0 to 4.3. A long reply text is cut at 255 bytes and ends with three dots. Invariants of `named_by`:
 
-- A publish is named if its own exchange, routing key, property or size is in the text. An unknown text names none.
+- A publish is named if its own exchange, routing key, key of CC or BCC, property or size is in the text, or if the text
+  means its ``reply_to``. An unknown text names none.
 - Properties that cannot be decoded are no error here.
 """
 
@@ -60,6 +61,7 @@ from typing import TYPE_CHECKING, Generic, Literal, NamedTuple, TypeVar
 
 from reliable_mq.codec import Properties
 from reliable_mq.codec.methods import ReplyCode
+from reliable_mq.core.headers import may_copy
 from reliable_mq.core.publisher.publication import Publication
 
 if TYPE_CHECKING:
@@ -188,6 +190,8 @@ P = TypeVar("P", bound=Publication)
 
 _CUT = "..."
 _CUT_FROM = 240  # the bytes above which a text may have been cut; a character that was cut through is also missing
+_CARBON_COPIES = ("CC", "BCC")
+_DIRECT_REPLY_TO = "amq.rabbitmq.reply-to"
 
 
 def named_by(reply: BrokerReply, publications: Iterable[P]) -> list[P]:
@@ -227,9 +231,9 @@ def _phrases(code: int, publication: Publication) -> Iterator[str]:
             yield f"NOT_FOUND - no exchange '{exchange}' in vhost '"
         case ReplyCode.ACCESS_REFUSED:
             yield f"ACCESS_REFUSED - write access to exchange '{exchange or 'amq.default'}' in vhost '"
-            key = publication.routing_key
-            yield f"ACCESS_REFUSED - write access to topic '{key}' in exchange '{exchange}' in vhost '"
             yield f"ACCESS_REFUSED - cannot publish to internal exchange '{exchange}' in vhost '"
+            for key in _routing_keys(publication):
+                yield f"ACCESS_REFUSED - write access to topic '{key}' in exchange '{exchange}' in vhost '"
         case ReplyCode.PRECONDITION_FAILED:
             yield f"PRECONDITION_FAILED - message size {publication.size} is larger than "
             encoded = publication.message.encoded_properties
@@ -237,9 +241,23 @@ def _phrases(code: int, publication: Publication) -> Iterator[str]:
                 yield from _of_properties(Properties(encoded))
 
 
+def _routing_keys(publication: Publication) -> Iterator[object]:
+    """Yield all routing keys of a publish: the broker checks those of CC and BCC, too."""
+    yield publication.routing_key
+    encoded = publication.message.encoded_properties
+    if encoded is not None and may_copy(encoded):
+        headers = Properties(encoded).headers
+        for name in _CARBON_COPIES:
+            keys = headers.get(name)
+            if isinstance(keys, list):
+                yield from keys
+
+
 def _of_properties(properties: Properties) -> Iterator[str]:
     yield f"PRECONDITION_FAILED - invalid expiration '{properties.expiration}': "
     yield f"PRECONDITION_FAILED - user_id property set to '{properties.user_id}' but "
-    for name in ("CC", "BCC"):
+    if properties.reply_to == _DIRECT_REPLY_TO:  # it needs a consumer on the same channel
+        yield "PRECONDITION_FAILED - fast reply consumer does not exist"
+    for name in _CARBON_COPIES:
         if name in properties.header_names() and not isinstance(properties.headers[name], list):
             yield f'PRECONDITION_FAILED - invalid message: {{unacceptable_type_in_header,"{name}",'
