@@ -278,7 +278,8 @@ def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence |
     if argument is None:
         return None
     # A name may contain quotes or text like the rest of the reply, so the declared name is skipped as a whole.
-    values = _VALUES.match(text.partition(f" for {kind} '{name}'")[2])
+    named = f" for {kind} '{str.__str__(name)}'"  # a member of an enum is another text in an f-string
+    values = _VALUES.match(text.partition(named)[2])
     if values is None:
         return Inequivalence(argument["argument"], None, None)
     return Inequivalence(argument["argument"], values["declared"], values["existing"])

@@ -5,6 +5,8 @@ The texts are those of RabbitMQ 4.0 and 4.3.
 
 from __future__ import annotations
 
+import enum
+
 import pytest
 
 from reliable_mq.codec import join_properties
@@ -13,6 +15,14 @@ from reliable_mq.core.publisher.publication import BrokerReply, Publication
 from reliable_mq.message import Message
 
 PLAIN = Message(b"x")
+
+
+class Name(str, enum.Enum):  # noqa: UP042  # the older kind, which users have
+    """Names whose text in an f-string is not what is sent."""
+
+    MISSING = "missing"
+    EVENTS = "events"
+    KEY = "x.y"
 
 
 def wired(**segments: bytes) -> Message:
@@ -41,6 +51,7 @@ OTHERS = [
     ("code", "text", "culprit"),
     [
         (404, "NOT_FOUND - no exchange 'missing' in vhost '/'", publication(exchange="missing")),
+        (404, "NOT_FOUND - no exchange 'missing' in vhost '/'", publication(exchange=Name.MISSING)),
         (404, "NOT_FOUND - no exchange 'mi'ss ö\n' in vhost 'v'", publication(exchange="mi'ss ö\n")),
         (404, f"NOT_FOUND - no exchange '{'m' * 228}...", publication(exchange="m" * 250)),
         (
@@ -52,6 +63,11 @@ OTHERS = [
             403,
             "ACCESS_REFUSED - write access to topic 'x.y' in exchange 'events' in vhost '/' refused for user 't'",
             publication(exchange="events", routing_key="x.y"),
+        ),
+        (
+            403,
+            "ACCESS_REFUSED - write access to topic 'x.y' in exchange 'events' in vhost '/' refused for user 't'",
+            publication(exchange=Name.EVENTS, routing_key=Name.KEY),
         ),
         (
             403,

@@ -5,6 +5,7 @@ Each round corrects one argument of the declaration.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -155,6 +156,17 @@ def test_a_refusal_corrects_one_argument(
     assert inequivalence is not None
     expected = None if found is None else DeclareQueue("q", arguments=found)
     assert corrected(DeclareQueue("q", arguments=arguments), inequivalence) == expected
+
+
+class Name(str, enum.Enum):  # noqa: UP042  # the older kind, which users have
+    """A name whose text in an f-string is not what is sent."""
+
+    Q = "q"
+
+
+def test_a_refusal_is_understood_for_a_member_of_an_enum() -> None:
+    text = inequivalent("x-max-length", "received '10' but current is '20'")
+    assert inequivalence_from_reply("queue", Name.Q, text) == ("x-max-length", "'10'", "'20'")
 
 
 @pytest.mark.parametrize(

@@ -225,7 +225,7 @@ def _is_named(reply: BrokerReply, publication: Publication) -> bool:
 
 def _phrases(code: int, publication: Publication) -> Iterator[str]:
     """Yield the beginnings of the broker's possible error texts for a publish."""
-    exchange = publication.exchange
+    exchange = str.__str__(publication.exchange)  # a member of an enum is another text in an f-string
     match code:
         case ReplyCode.NOT_FOUND:
             yield f"NOT_FOUND - no exchange '{exchange}' in vhost '"
@@ -243,7 +243,7 @@ def _phrases(code: int, publication: Publication) -> Iterator[str]:
 
 def _routing_keys(publication: Publication) -> Iterator[object]:
     """Yield all routing keys of a publish: the broker checks those of CC and BCC, too."""
-    yield publication.routing_key
+    yield str.__str__(publication.routing_key)
     encoded = publication.message.encoded_properties
     if encoded is not None and may_copy(encoded):
         headers = Properties(encoded).headers
