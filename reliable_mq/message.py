@@ -3,7 +3,8 @@
 Invariants:
 
 - Every `Message` can be sent. The constructor raises for an invalid value.
-- The ``message_id`` is the same at every re-publish. It is empty only if `from_wire` was given properties without one.
+- The ``message_id`` is the same at every re-publish, and the same text as that of a returned message. It is empty only
+  if `from_wire` was given properties without one.
 - A message never changes.
 
 A message keeps its body and its id, and its encoded properties if it has any others. Attributes return the values as
@@ -121,7 +122,9 @@ class Message:
         if message_id is None:
             message_id = new_message_id()
         else:
-            encode_property("message_id", message_id)
+            encoded_id = encode_property("message_id", message_id)
+            if message_id.__class__ is not str or not message_id.isascii():
+                message_id = _as_returned(encoded_id)
         encoded = None
         if not (
             persistent is True
@@ -275,8 +278,8 @@ class Message:
             elif segment in segments:
                 del segments[segment]
         if "message_id" in changes:
-            message_id = changes["message_id"] or new_message_id()
-            segments["message_id"] = encode_property("message_id", message_id)
+            encoded_id = encode_property("message_id", changes["message_id"] or new_message_id())
+            segments["message_id"], message_id = encoded_id, _as_returned(encoded_id)
         copied = self.body if body is None else _copied_body(body)
         return self._from_wire(copied, join_properties(segments), message_id)
 
@@ -363,11 +366,9 @@ class Message:
             body = _instance("body", bytes, body)
             message_id = _instance("message_id", str, message_id)
             if properties is None:
-                encode_property("message_id", message_id)
-                return cls._from_wire(body, None, message_id)
+                return cls._from_wire(body, None, _as_returned(encode_property("message_id", message_id)))
             properties = _instance("properties", bytes, properties)
-            split_properties(properties)
-            return cls._from_wire(body, properties, message_id)
+            return cls._from_wire(body, properties, Properties(properties).message_id or message_id)
         except (ConfigurationError, CodecError) as error:
             raise ConfigurationError(f"a pickled message is damaged: {error}") from error
 
@@ -398,6 +399,14 @@ def _copied_body(body: object) -> bytes:
     raise ConfigurationError(
         f"body must be bytes, bytearray or memoryview, not {type(body).__name__}: encode it, or use Message.json(...)"
     )
+
+
+def _as_returned(segment: bytes) -> str:
+    """Return an encoded id as it is decoded from a returned message.
+
+    It differs from the given id if that has surrogate escapes that form UTF-8, or is a member of an enum.
+    """
+    return segment[1:].decode("utf-8", "surrogateescape")
 
 
 def _instance(field: str, kind: type[T], value: object) -> T:

@@ -6,6 +6,7 @@ A constructed message can be sent and copied.
 from __future__ import annotations
 
 import copy
+import enum
 import os
 import pickle
 import sys
@@ -18,6 +19,8 @@ from time import time_ns
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from reliable_mq import message as module
 from reliable_mq.codec import Properties, decode_table, encode_properties, join_properties
@@ -188,10 +191,53 @@ def test_a_damaged_pickle_is_refused_and_the_field_named(state: tuple[object, ..
 
 def test_a_pickle_keeps_what_came_from_the_wire() -> None:
     """Once without an id on the wire, and once with an id that only tracks it."""
+    raw = join_properties({"priority": b"\1"})
     for tracked in ("", "tracked\0"):
-        message = Message._from_wire(b"body", PLAIN_PROPERTIES, tracked)
+        message = Message._from_wire(b"body", raw, tracked)
         other = pickle.loads(pickle.dumps(message))
-        assert (other.body, other.encoded_properties, other.message_id) == (b"body", PLAIN_PROPERTIES, tracked)
+        assert (other.body, other.encoded_properties, other.message_id) == (b"body", raw, tracked)
+
+
+def test_an_id_is_what_the_broker_returns() -> None:
+    """Surrogate escapes that form UTF-8 are text on the wire."""
+    assert Message(b"", message_id="\udcc3\udca9").message_id == "é"
+    assert Message(b"", message_id="\udcc3\udca9", type="t").message_id == "é"
+    assert Message(b"").replace(message_id="\udcc3\udca9").message_id == "é"
+    assert Message(b"", message_id="\udcc3").message_id == "\udcc3"
+
+
+@given(
+    st.text(st.characters(exclude_characters="\0"), min_size=1, max_size=40)
+    | st.text(st.characters(min_codepoint=0xDC80, max_codepoint=0xDCFF), min_size=1, max_size=40)
+    | st.text(min_size=1).map(lambda text: text.encode("utf-8", "replace").decode("ascii", "surrogateescape"))
+)
+def test_an_id_equals_the_one_in_the_properties(message_id: str) -> None:
+    try:
+        message = Message(b"", message_id=message_id)
+    except ConfigurationError:  # AMQP cannot carry it
+        return
+    others = [Message(b"", message_id=message_id, priority=1), Message(b"").replace(message_id=message_id)]
+    for one in (message, *others, *map(copy.copy, others)):
+        assert one.message_id == message.message_id == Properties(encode_properties(one)).message_id
+
+
+class Name(str, enum.Enum):  # noqa: UP042  # the older kind, which users have
+    ORDER = "order"
+
+
+def test_an_id_that_is_a_member_of_an_enum_is_its_text() -> None:
+    message = Message(b"", message_id=Name.ORDER)
+    assert f"{message.message_id}" == "order"
+    assert copy.copy(message).message_id == "order"
+
+
+@pytest.mark.parametrize(
+    ("properties", "message_id"),
+    [(None, "\udcc3\udca9"), (encode_properties(Message(b"", message_id="é", priority=1)), "\udcc3\udca9")],
+)
+def test_an_unpickled_id_is_what_the_broker_returns(properties: bytes | None, message_id: str) -> None:
+    make, _ = Message(b"").__reduce__()
+    assert make(b"", properties, message_id).message_id == "é"
 
 
 class Boasting(bytes):

@@ -112,6 +112,16 @@ def test_a_message_without_an_id_is_matched_with_its_return(shell: Shell) -> Non
     assert outcomes(publications) == [Outcome.RETURNED, Outcome.CONFIRMED]
 
 
+def test_a_message_whose_id_has_escaped_bytes_is_returned(shell: Shell) -> None:
+    """The broker returns an id as text if its bytes are UTF-8."""
+    (publication,) = shell.accept("body", message_id="rechnung-é".encode().decode("ascii", "surrogateescape"))
+    (published,) = shell.send()
+    assert published.message_id == "rechnung-é"
+    shell.return_(published.message_id)
+    shell.ack(1)
+    assert publication.outcome is Outcome.RETURNED
+
+
 def test_a_return_that_fits_nothing_is_counted(shell: Shell) -> None:
     """The message may be unknown, not on the wire, or of an older channel."""
     (publication,) = shell.accept("body")
