@@ -54,6 +54,22 @@ def test_the_prefetch_may_change_in_flight(any_vhost: VirtualHost, kind: str) ->
     assert handler.bodies == numbered(100)
 
 
+def test_a_temporary_queue_outlives_a_change_of_prefetch(any_vhost: VirtualHost) -> None:
+    """RabbitMQ deletes an auto-delete queue with its last consumer."""
+    orders = Queue("orders", type="classic", auto_delete=True)
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with Consumer(any_vhost.url, orders, handler, prefetch=1) as consumer:
+            publish(any_vhost, "orders", numbered(10))
+            handler.wait_begun(1)
+            consumer.prefetch = 5
+            wait_until(lambda: seen_by_the_broker(any_vhost) == [("orders", 5, True)], timeout=10, what="raised")
+            gate.open()
+            handler.wait_done(10)
+            assert consumer.reconnects == 0
+    assert handler.bodies == numbered(10)
+
+
 def test_the_last_prefetch_set_holds_over_a_reconnect(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
     """The last one of several counts, set before the start or during an outage."""
     proxy = fault_proxy(vhost.url)

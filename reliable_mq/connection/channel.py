@@ -514,14 +514,22 @@ class ReadThrottle:
 
     def __init__(self) -> None:
         self._gap = 0.0
+        self._next_gap = 0.0  # of the next consumer
+        self._newest = "", 0.0  # the tag and the gap of the newest consumer
 
     def follow(self, step: Step) -> None:
-        """Adapt to a step: the largest prefetch counts, until a consumer is cancelled."""
+        """Adapt to a step: the largest prefetch counts, until a consumer is cancelled.
+
+        After that the newest consumer counts, unless it is the one that was cancelled.
+        """
         if isinstance(step, SetPrefetch):
-            gap = min(step.count * _GAP_PER_DELIVERY, _LONGEST_GAP) if step.count else _LONGEST_GAP
-            self._gap = max(self._gap, gap)
+            self._next_gap = min(step.count * _GAP_PER_DELIVERY, _LONGEST_GAP) if step.count else _LONGEST_GAP
+            self._gap = max(self._gap, self._next_gap)
+        elif isinstance(step, Consume):
+            self._newest = step.consumer_tag, self._next_gap
         elif isinstance(step, Cancel):
-            self._gap = 0.0
+            tag, gap = self._newest
+            self._gap = 0.0 if step.consumer_tag == tag else gap
 
     def gap_after(self, size: int) -> float:
         """Return the seconds until the next read, after a read of ``size`` bytes."""

@@ -173,7 +173,8 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
         Setting it takes effect at once. The limits add up until the earlier deliveries are settled. On a `Queue` with
         ``single_active_consumer=True`` it takes effect once nothing is unacked here for a moment, or with the next
         channel, because a new subscription gives up the role of the active consumer. A queue given by its name is not
-        known to have a single active consumer.
+        known to have a single active consumer. If such a queue is auto-delete, or an auto-delete queue is consumed with
+        ``exclusive=True``, it takes effect with the next channel, because a new subscription would delete the queue.
         """
         return self._options.prefetch
 

@@ -76,7 +76,7 @@ class ConsumerOptions:
     """The checked options of one consumer, and the objects built from them.
 
     Attributes:
-        name, prefetch, concurrency, registry, handler, tracing: The arguments, unchanged.
+        name, prefetch, concurrency, registry, handler, tracing, exclusive: The arguments, unchanged.
         store: The ``idempotency`` argument.
         ack_interval, stop_timeout, new_queue_grace: The arguments, in seconds.
         settings: The connection settings.
@@ -278,7 +278,7 @@ class ConsumerOptions:
         self._batch_wait = seconds("batch_wait", batch_wait)
         if batch_size is None and self._batch_wait != _BATCH_WAIT:
             _refuse("batch_wait has no effect without batch_size=: give the size of a batch")
-        self._exclusive = exclusive
+        self.exclusive = exclusive
         self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
         self._broker_retries = self._retried_by_the_broker(queue)
@@ -336,6 +336,12 @@ class ConsumerOptions:
         return isinstance(queue, Queue) and (
             queue.single_active_consumer or queue.arguments.get(SINGLE_ACTIVE_CONSUMER) is True
         )
+
+    @property
+    def ends_with_subscription(self) -> bool:
+        """Whether the queue is deleted before it can have another subscription."""
+        auto_delete = isinstance(self._queue, Queue) and self._queue.auto_delete
+        return self._pushed and auto_delete and (self.single_active or self.exclusive)
 
     @property
     def consumer_timeout(self) -> float | None:
@@ -449,13 +455,9 @@ class ConsumerOptions:
 
         A stream is read from ``following``. `listener` is notified of the quorum queues that the steps declare.
         """
+        consume = self.consume(consumer_tag, following)
         return consumer_setup(
-            self._queue,
-            self._declared,
-            server.version_tuple,
-            self.consume(consumer_tag, following),
-            prefetch=self.prefetch,
-            listener=listener,
+            self._queue, self._declared, server.version_tuple, consume, prefetch=self.prefetch, listener=listener
         )
 
     def pull_setup(self, server: ServerInfo, listener: NewQueueListener | None = None) -> SetupGenerator:
@@ -469,7 +471,7 @@ class ConsumerOptions:
             arguments = {**NO_STREAM, **arguments}
         if following is not None:
             arguments = {**arguments, STREAM_OFFSET: following}
-        return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self._exclusive, arguments)
+        return Consume(self.queue_name, consumer_tag, self._ack_mode == "automatic", self.exclusive, arguments)
 
     @property
     def has_quarantine(self) -> bool:
@@ -520,12 +522,8 @@ class ConsumerOptions:
 
     def _new_delay_queues(self, queue: Queue | str) -> DelayQueues | None:
         """Return the delay queues, if they are used and messages may wait in them."""
-        if (
-            self._retry.backend != "queues"
-            or self._broker_retries
-            or self._ack_mode == "automatic"
-            or isinstance(queue, str)
-        ):
+        elsewhere = self._retry.backend != "queues" or self._broker_retries
+        if elsewhere or self._ack_mode == "automatic" or isinstance(queue, str):
             return None
         stays = queue.type != "stream" and queue.durable and not (queue.exclusive or queue.auto_delete)
         return DelayQueues(queue.name, self._retry) if stays and self._retry.max_attempts > 1 else None

@@ -500,10 +500,14 @@ class BaseSubscription(NullListener):
             yield Cancel(self.session.lifecycle.consumer_tag)
 
     def _resubscribe(self, change: Resubscribe) -> StepGenerator:
-        yield Cancel(change.before)
-        yield SetPrefetch(change.prefetch)
         offset = self.session.stream_offset
+        alone = offset is not None or self._options.exclusive
+        if alone:
+            yield Cancel(change.before)
+        yield SetPrefetch(change.prefetch)
         yield self._options.consume(change.consumer_tag, None if offset is None else offset.here)
+        if not alone:  # only now, as an auto-delete queue is deleted with its last consumer
+            yield Cancel(change.before)
 
     def _resubscribed(self, outcome: object) -> None:
         if isinstance(outcome, Exception):
@@ -538,7 +542,14 @@ class BaseSubscription(NullListener):
         self._run()
 
     def _change_prefetch(self) -> None:
-        if not self.session.change_prefetch(self._options.prefetch):
+        if self._options.ends_with_subscription:
+            logger.info(
+                "consumer %r: prefetch=%d takes effect with the next channel, because subscribing again would delete "
+                "the auto-delete queue",
+                self._options.name,
+                self._options.prefetch,
+            )
+        elif not self.session.change_prefetch(self._options.prefetch):
             logger.info(
                 "consumer %r: prefetch=%d takes effect once nothing is unacked, because subscribing again gives "
                 "up the role of single active consumer",

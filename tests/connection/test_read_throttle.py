@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.codec.methods import Cancel, CheckQueue, SetPrefetch
+from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, SetPrefetch
 from reliable_mq.connection.channel import ReadThrottle
 
 
@@ -37,7 +37,17 @@ def test_a_small_prefetch_does_not_slow_another_consumer_down() -> None:
 def test_a_prefetch_that_was_lowered_counts() -> None:
     pace = ReadThrottle()
     pace.follow(SetPrefetch(400))
+    pace.follow(Consume("orders", "tag"))
     pace.follow(Cancel("tag"))
     assert pace.gap_after(100) == 0
     pace.follow(SetPrefetch(4))
+    assert pace.gap_after(100) == pytest.approx(1e-5)
+
+
+def test_the_prefetch_of_a_consumer_that_replaces_another_counts() -> None:
+    pace = ReadThrottle()
+    for step in (SetPrefetch(400), Consume("orders", "tag"), SetPrefetch(4), Consume("orders", "tag#2")):
+        pace.follow(step)
+    assert pace.gap_after(100) == pytest.approx(1e-3)
+    pace.follow(Cancel("tag"))
     assert pace.gap_after(100) == pytest.approx(1e-5)

@@ -315,6 +315,15 @@ def test_a_queue_says_whether_it_has_one_active_consumer(queue: Queue | str, sin
     assert options(queue).single_active is single
 
 
+@pytest.mark.parametrize(
+    ("handler", "given", "ends"),
+    [(handle, {}, False), (handle, {"exclusive": True}, True), (None, {"exclusive": True}, False)],
+)
+def test_a_temporary_queue_may_allow_no_second_consumer(handler: object, given: dict[str, Any], ends: bool) -> None:
+    queue = Queue("orders", type="classic", auto_delete=True)
+    assert options(queue, handler, **given).ends_with_subscription is ends
+
+
 def test_whatever_was_delivered_may_be_published_again() -> None:
     """A broker with a higher limit delivers messages that a publisher refuses by default."""
     publisher = options().new_publisher(Publisher)

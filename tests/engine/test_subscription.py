@@ -16,7 +16,7 @@ import pytest
 from reliable_mq import BrokerUnavailable, KillSwitch, Queue, RetryPolicy, TopologyMismatch
 from reliable_mq._util.logs import LogLimit
 from reliable_mq.codec import encode_ack, encode_nack
-from reliable_mq.codec.methods import Consume
+from reliable_mq.codec.methods import Cancel, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Work
@@ -284,3 +284,45 @@ def test_a_stream_that_gave_nothing_resumes_where_it_began(given: str | int | No
         assert isinstance(step, Consume)
         offset = step.arguments.get("x-stream-offset")
         assert isinstance(offset, datetime) if pinned else offset == given, offset
+
+
+TEMPORARY = Queue("orders", type="classic", auto_delete=True)
+
+
+@pytest.mark.parametrize(
+    ("queue", "given", "order"),
+    [
+        (TEMPORARY, {}, [SetPrefetch, Consume, Cancel]),
+        ("orders", {}, [SetPrefetch, Consume, Cancel]),
+        (Queue("orders"), {}, [SetPrefetch, Consume, Cancel]),
+        ("orders", {"exclusive": True}, [Cancel, SetPrefetch, Consume]),
+        (Queue("events", type="stream"), {}, [Cancel, SetPrefetch, Consume]),
+    ],
+)
+def test_a_queue_keeps_a_consumer_while_the_prefetch_changes(
+    queue: Queue | str, given: dict[str, Any], order: list[type]
+) -> None:
+    """An auto-delete queue is deleted with its last consumer, and its messages are lost."""
+    subscription = FakeSubscription(ConsumerOptions("amqp://localhost/", queue, print, **given))
+    assert [type(step) for step in subscription._resubscribe(Resubscribe("c", "c#2", 10))] == order
+
+
+@pytest.mark.parametrize(
+    ("queue", "given"),
+    [(replace(TEMPORARY, single_active_consumer=True), {}), (TEMPORARY, {"exclusive": True})],
+)
+def test_the_only_consumer_of_a_temporary_queue_stays(
+    caplog: pytest.LogCaptureFixture, queue: Queue, given: dict[str, Any]
+) -> None:
+    """The new prefetch takes effect with the next channel, since no second consumer can keep the queue."""
+    options = ConsumerOptions("amqp://localhost/", queue, print, prefetch=4, **given)
+    subscription = FakeSubscription(options)
+    subscription.handlers = FakeHandlers()
+    subscription.ready(1, 1, 131072, SERVER)
+    options.change_prefetch(9)
+    with caplog.at_level(logging.INFO, "reliable_mq"):
+        subscription.prefetch_changed()
+    assert "prefetch=9 takes effect with the next channel" in caplog.text
+    assert subscription.session.lifecycle.steady
+    subscription.lost(1, ConnectionLoss(None, "gone", "connection", by_broker=False))
+    assert SetPrefetch(9) in list(subscription._subscribe(SERVER))
