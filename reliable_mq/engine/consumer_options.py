@@ -157,7 +157,7 @@ class ConsumerOptions:
             ack_interval: Seconds after which finished deliveries are acked, however few they are. While no handler runs
                 they are acked sooner.
             ack_mode: ``"manual"`` or ``"automatic"``. With ``"automatic"`` the broker forgets a message when it sends
-                it, so a message is delivered at most once and never retried.
+                it, so a message is delivered at most once, and neither retried nor dead-lettered.
             batch_size: The maximum number of deliveries in one call of the handler. None passes a single delivery
                 without a list.
             batch_wait: Seconds that an incomplete batch waits for more deliveries.
@@ -173,7 +173,7 @@ class ConsumerOptions:
             max_body_bytes: The maximum size of a body, in bytes. A delivery with a larger body is dead-lettered without
                 a call of the handler. None means no limit. A body that exceeds the limit by more than 1 MiB is not read
                 into memory if the queue itself has a dead-letter queue: the broker dead-letters it.
-            max_header_bytes: The same limit for the encoded properties and headers.
+            max_header_bytes: The same limit for the encoded properties and headers. Neither goes with automatic acks.
             consumer_timeout: Seconds after which the broker requeues an unacked delivery. Use None if it never does. It
                 is a setting of the broker that no client can read. The arguments of the queue override it. After three
                 quarters of it a warning is logged.
@@ -209,7 +209,8 @@ class ConsumerOptions:
             check_handler(handler)
         whole_number("prefetch", prefetch, 0, _LARGEST_PREFETCH)
         whole_number("concurrency", concurrency, 1)
-        for limit, value in (("max_body_bytes", max_body_bytes), ("max_header_bytes", max_header_bytes)):
+        self._limits: dict[str, Any] = {"max_body_bytes": max_body_bytes, "max_header_bytes": max_header_bytes}
+        for limit, value in self._limits.items():
             if value is not None:
                 whole_number(limit, value, 0)
         if retry is not None and not isinstance(retry, RetryPolicy):
@@ -279,7 +280,6 @@ class ConsumerOptions:
         if batch_size is None and self._batch_wait != _BATCH_WAIT:
             _refuse("batch_wait has no effect without batch_size=: give the size of a batch")
         self.exclusive = exclusive
-        self._limits = max_body_bytes, max_header_bytes
         self._arguments = _arguments(consumer_arguments, queue, offset)
         self._broker_retries = self._retried_by_the_broker(queue)
         self._delay_queues = self._new_delay_queues(queue)
@@ -293,6 +293,7 @@ class ConsumerOptions:
             "idempotency": idempotency is not None,
             "batch_size": self.batch,
             "dead_letter": dead_letter not in (DEFAULT, None),
+            **{limit: value is not None for limit, value in self._limits.items()},
         }
         self._check_combination(given)
         self._check_prefetch(prefetch)
@@ -318,11 +319,9 @@ class ConsumerOptions:
         A delivery with a larger body is rejected unread, and the broker dead-letters it. Bodies are read anyway if that
         would lose the message, because only this consumer knows a dead-letter queue.
         """
-        most, _ = self._limits
+        most = self._limits["max_body_bytes"]
         ours_alone = self.dead_letter is not None and not self._broker_dead_letters
-        if most is None or ours_alone or self._ack_mode == "automatic":
-            return LARGEST_BODY
-        return min(most + _READ_ABOVE, LARGEST_BODY)
+        return LARGEST_BODY if most is None or ours_alone else min(most + _READ_ABOVE, LARGEST_BODY)
 
     @property
     def republishes(self) -> bool:
@@ -372,7 +371,6 @@ class ConsumerOptions:
         dead_letters = None
         if self.dead_letter is not None:
             dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)
-        max_body, max_header = self._limits
         queue, single_active = self._quarantine, self.single_active
         return ConsumerSession(
             queue=self.queue_name,
@@ -382,8 +380,7 @@ class ConsumerOptions:
             broker_dead_letters=self._broker_dead_letters,
             acks=acks,
             batcher=None if self._batch_size is None else Batcher(self._batch_size, self._batch_wait),
-            max_body_bytes=max_body,
-            max_header_bytes=max_header,
+            **self._limits,
             stream_offset=StreamOffset(start_moves=self._start_moves) if self.is_stream else None,
             delay_queues=self._delay_queues,
             broker_retries=self._broker_retries,
@@ -546,7 +543,7 @@ class ConsumerOptions:
         if automatic:
             _refuse_with(given, "ack_mode='automatic': the broker forgets what it sends")
         if not self._pushed:
-            del given["retry"], given["dead_letter"]
+            given = {option: given[option] for option in ("kill_switch", "idempotency", "batch_size")}
             given |= {"ack_mode='automatic'": automatic, "a stream": self.is_stream}
             _refuse_with(given, "a consumer without a handler: what get() gives is settled one by one")
             single = isinstance(self._queue, Queue) and self._queue.type == "quorum" and self.single_active

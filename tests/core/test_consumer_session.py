@@ -483,7 +483,7 @@ def test_the_prefetch_may_change_if_the_batch_still_fits() -> None:
 
 
 def test_automatic_acks_are_at_most_once_and_send_nothing() -> None:
-    session = make(automatic=True, max_body_bytes=1)
+    session = make(automatic=True)
     first, second = deliver(session, [delivery(1, redelivered=True), delivery(2)])
     session.finished([first, Failed(second, failure())], 0.0)
     assert session.take_output(99.0) == b""

@@ -110,6 +110,8 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"ack_mode": "automatic", "idempotency": MemoryStore()}, "idempotency does not go with ack_mode='automatic'"),
         ({"ack_mode": "automatic", "batch_size": 5}, "batch_size does not go with ack_mode='automatic'"),
         ({"ack_mode": "automatic", "dead_letter": "x"}, "dead_letter does not go with ack_mode='automatic'"),
+        ({"ack_mode": "automatic", "max_body_bytes": 9}, "max_body_bytes does not go with ack_mode='automatic'"),
+        ({"ack_mode": "automatic", "max_header_bytes": 0}, "max_header_bytes does not go with ack_mode='automatic'"),
         ({"handler": None, "idempotency": MemoryStore()}, "idempotency does not go with a consumer without a handler"),
         ({"handler": None, "batch_size": 5}, "batch_size does not go with a consumer without a handler"),
         ({"handler": None, "ack_mode": "automatic"}, "ack_mode='automatic' does not go with a consumer without"),
@@ -133,7 +135,7 @@ def test_what_is_wrong_is_refused_by_name(given: dict[str, Any], says: str) -> N
         ({"max_body_bytes": 1000, "queue": Queue("orders", dead_letter=None)}, 1000 + 2**20),
         ({"max_body_bytes": 1000, "queue": "orders"}, 1000 + 2**20),
         ({"max_body_bytes": 1000, "queue": "orders", "dead_letter": "elsewhere"}, LARGEST_BODY),
-        ({"max_body_bytes": 1000, "ack_mode": "automatic"}, LARGEST_BODY),
+        ({"max_body_bytes": 1000, "handler": None}, 1000 + 2**20),
     ],
 )
 def test_a_huge_body_is_read_only_if_we_alone_can_dead_letter_it(given: dict[str, Any], largest: int) -> None:
