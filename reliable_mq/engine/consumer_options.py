@@ -18,6 +18,7 @@ from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import STREAM_OFFSET, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import NO_STREAM, consumer_setup, pull_setup
 from reliable_mq.core.consumer.acks import AckBatcher, StreamOffset, check_prefetch
+from reliable_mq.core.consumer.consumer_timeout import WARN_AT
 from reliable_mq.core.consumer.delivery_watch import DeliveryWatch
 from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import ClaimPolicy
@@ -160,7 +161,7 @@ class ConsumerOptions:
                 it, so a message is delivered at most once, and neither retried nor dead-lettered.
             batch_size: The maximum number of deliveries in one call of the handler. None passes a single delivery
                 without a list.
-            batch_wait: Seconds that an incomplete batch waits for more deliveries.
+            batch_wait: Seconds that an incomplete batch waits for more deliveries, below 3/4 of the consumer timeout.
             dead_letter: A ``Queue``, or its name, for messages that are given up. The default is the dead-letter queue
                 of ``queue``. With None these messages are rejected, and lost if the broker has no dead-letter exchange
                 for them.
@@ -297,6 +298,9 @@ class ConsumerOptions:
         }
         self._check_combination(given)
         self._check_prefetch(prefetch)
+        wait, timeout = self._batch_wait, self.consumer_timeout
+        if self.batch and timeout is not None and wait >= timeout * WARN_AT:
+            _refuse(f"batch_wait={wait:g} does not fit a consumer timeout of {timeout:g} s: keep below 3/4 of it")
 
     @property
     def warnings(self) -> list[str]:

@@ -22,6 +22,7 @@ ORDERS = Queue("orders")
 WEST = timezone(timedelta(hours=-1))
 EVENTS = Queue("events", type="stream")
 SINGLE = Queue("orders", single_active_consumer=True)
+SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})
 SERVER = ServerInfo("RabbitMQ", "4.3.0", (4, 3, 0))
 
 
@@ -76,6 +77,9 @@ def options(queue: Any = ORDERS, handler: object = handle, **given: Any) -> Cons
         ({"batch_size": 11, "prefetch": 10}, "batch_size=11 does not fit prefetch=10"),
         ({"batch_wait": "1s"}, "batch_wait must be"),
         ({"batch_wait": 5}, "batch_wait has no effect without batch_size="),
+        ({"batch_size": 5, "batch_wait": 1350}, "batch_wait=1350 does not fit a consumer timeout of 1800 s"),
+        ({"batch_size": 5, "batch_wait": 8, "consumer_timeout": 10}, "does not fit a consumer timeout of 10 s"),
+        ({"batch_size": 5, "batch_wait": 45, "queue": SHORT}, "does not fit a consumer timeout of 60 s"),
         ({"exclusive": 1}, "exclusive must be True or False"),
         ({"exclusive": True}, "exclusive is ignored by RabbitMQ on a quorum queue"),
         ({"consumer_timeout": 0}, "consumer_timeout must be"),
@@ -285,9 +289,6 @@ def test_claiming_is_by_virtual_host_and_queue(given: dict[str, Any], key: str) 
     assert options().new_claiming(lambda: 0.0) is None
 
 
-SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})
-
-
 @pytest.mark.parametrize(
     ("given", "timeout"),
     [
@@ -302,6 +303,12 @@ SHORT = Queue("orders", arguments={"x-consumer-timeout": 60_000})
 )
 def test_the_queues_consumer_timeout_wins_over_the_brokers(given: Any, timeout: float | None) -> None:
     assert options(**given).consumer_timeout == timeout
+
+
+def test_a_batch_may_wait_for_less_than_the_consumer_timeout() -> None:
+    """At the timeout, RabbitMQ takes back the messages of an incomplete batch."""
+    assert options(SHORT, batch_size=5, batch_wait=44).batch
+    assert options(batch_size=5, batch_wait=3600, consumer_timeout=None).batch
 
 
 @pytest.mark.parametrize(
