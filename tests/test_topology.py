@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,21 @@ AT_LEAST_ONCE = {"x-dead-letter-strategy": "at-least-once", "x-overflow": "rejec
 
 def names(topology: Any) -> list[str]:
     return [item.name for item in declarations(topology) if not isinstance(item, Binding)]
+
+
+class Name(str, enum.Enum):  # noqa: UP042  # the older kind, which users have
+    ORDERS = "orders"
+    AUDIT = "audit"
+
+
+def test_a_name_may_be_a_member_of_an_enum() -> None:
+    """Names that are made of it, for example of a delay queue, have its value."""
+    queue = Queue(Name.ORDERS, dead_letter=Name.AUDIT)
+    exchange = Exchange(Name.ORDERS, alternate_exchange=Name.AUDIT)
+    binding = Binding(Name.ORDERS, Name.AUDIT, Name.ORDERS)
+    given = (queue.name, queue.dead_letter, exchange.name, exchange.alternate_exchange)
+    assert [f"{one}" for one in given] == ["orders", "audit", "orders", "audit"]
+    assert f"{binding.source} {binding.destination} {binding.routing_key}" == "orders audit orders"
 
 
 # -- declarations of queues --------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ class CallbackOwner(BaseChannel[P]):
         raise NotImplementedError
 
     def check_may_wait(self) -> None:
-        """Raise UsageError on the thread that settles publishes, if waits on it would not end."""
+        """Raise UsageError on a thread whose wait would not end."""
 
     def nudge(self) -> None:
         """Make the I/O thread look for publishes whose wake-up may have been interrupted."""

@@ -392,7 +392,13 @@ class Arguments(Mapping[str, object]):
 
 
 def check_short_string(label: str, value: object) -> str:
-    """Return `value` if it is text that fits a short string. Errors contain `label`."""
+    """Return `value` as a plain string. Errors contain `label`.
+
+    A member of an enum of strings is not plain: its format is the member's name.
+
+    Raises:
+        ConfigurationError: If it is not text that fits a short string.
+    """
     if not isinstance(value, str):
         raise ConfigurationError(f"{label} must be text, not {type(value).__name__}")
     if not is_text(value):
@@ -402,7 +408,7 @@ def check_short_string(label: str, value: object) -> str:
         raise ConfigurationError(f"{label} has {length} bytes in UTF-8; AMQP carries {SHORT_STRING_BYTES} at most")
     if "\0" in value:
         raise ConfigurationError(f"{label} holds a NUL character, which AMQP forbids: remove it")
-    return value
+    return str.__str__(value)
 
 
 def check_name(label: str, value: object) -> str:

@@ -82,7 +82,7 @@ class Exchange:
     arguments: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_new_name("the name of an exchange", self.name)
+        object.__setattr__(self, "name", check_new_name("the name of an exchange", self.name))
         what = f"exchange {self.name!r}"
         kind: object = self.type
         if not isinstance(kind, str) or not (kind in _TYPES or kind.startswith("x-")):
@@ -91,7 +91,7 @@ class Exchange:
             check_flag(f"{flag} of {what}", getattr(self, flag))
         alternate: object = self.alternate_exchange
         if alternate is not None and not isinstance(alternate, Exchange):
-            check_name(f"alternate_exchange of {what}", alternate)
+            object.__setattr__(self, "alternate_exchange", check_name(f"alternate_exchange of {what}", alternate))
         object.__setattr__(self, "arguments", Arguments(what, self.arguments))
         if alternate is not None and _ALTERNATE in self.arguments:
             raise ConfigurationError(f"argument {_ALTERNATE} of {what} is given twice: also as alternate_exchange")
@@ -127,10 +127,11 @@ class Binding:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, Exchange):
-            check_name("source of a binding (the default exchange cannot be bound)", self.source)
+            source = check_name("source of a binding (the default exchange cannot be bound)", self.source)
+            object.__setattr__(self, "source", source)
         if not isinstance(self.destination, Queue | Exchange):
-            check_name("destination of a binding", self.destination)
-        check_short_string("routing_key of a binding", self.routing_key)
+            object.__setattr__(self, "destination", check_name("destination of a binding", self.destination))
+        object.__setattr__(self, "routing_key", check_short_string("routing_key of a binding", self.routing_key))
         object.__setattr__(self, "arguments", Arguments("a binding", self.arguments))
 
 

@@ -106,7 +106,7 @@ class Queue:
     arguments: Mapping[str, object] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        check_new_name("the name of a queue", self.name)
+        object.__setattr__(self, "name", check_new_name("the name of a queue", self.name))
         if self.type not in get_args(QueueType):
             raise self._error("type", f"must be quorum, classic or stream, not {self.type!r}")
         object.__setattr__(self, "arguments", Arguments(f"queue {self.name!r}", self.arguments))
@@ -210,7 +210,7 @@ class Queue:
     def _check_dead_letter(self) -> None:
         dead_letter: object = self.dead_letter
         if isinstance(dead_letter, str):
-            check_name(f"dead_letter of queue {self.name!r}", dead_letter)
+            object.__setattr__(self, "dead_letter", check_name(f"dead_letter of queue {self.name!r}", dead_letter))
         elif dead_letter is not None and not isinstance(dead_letter, Queue | DefaultDeadLetter):
             raise self._error("dead_letter", f"must be a Queue, a name or None, not {type(dead_letter).__name__}")
         if self._has_its_own() and len(self.name.encode()) + len(DEAD_SUFFIX) > SHORT_STRING_BYTES:
