@@ -1,10 +1,9 @@
 """The failures of a single message, as exceptions that do not affect others.
 
 - *returned*: no queue is bound for the routing key. RabbitMQ confirms such a message nevertheless; here it fails.
-- *refused*: the broker closes the channel because of the message, without naming it. The unconfirmed messages are
-  published again, in smaller and smaller groups, and only the culprit fails.
+- *refused*: the broker closes the channel because of the message. Its text names the exchange, so only the message to
+  that exchange fails. The other unconfirmed messages are published again.
 - *refused before it was sent*: the message is too large.
-- *unconfirmed*: the deadline passed, and the message may have arrived.
 
 Prints::
 

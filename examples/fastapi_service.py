@@ -53,7 +53,9 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         handled.put_nowait(delivery.json()["order"])
 
     async with (
-        AsyncPublisher(URL, topology=[ORDERS], delivery_timeout=10, on_disconnected="raise") as publisher,
+        AsyncPublisher(
+            URL, topology=[ORDERS], confirm_timeout=3, delivery_timeout=10, on_disconnected="raise"
+        ) as publisher,
         AsyncConsumer(URL, ORDERS, handle),
     ):
         app.state.publisher, app.state.handled = publisher, handled
