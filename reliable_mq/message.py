@@ -77,7 +77,8 @@ class Message:
         correlation_id: An id that ties a reply to its request.
         reply_to: The queue for replies.
         priority: The priority, 0 to 255, for queues with priorities.
-        expiration: The seconds, or a ``timedelta``, after which queues drop the message; rounded to milliseconds.
+        expiration: The seconds, or a ``timedelta``, after which a queue dead-letters the message, or drops it if it
+            has no dead-letter queue; rounded to milliseconds.
         timestamp: An aware ``datetime``; AMQP carries whole seconds. A naive one is refused, because its meaning would
             depend on the machine that reads it.
         type: The application's name for the kind of message.

@@ -68,8 +68,8 @@ class Audit:
     def failed(self, message_id: str) -> None:
         """Record that the broker does not have a message.
 
-        The message was nacked, returned, refused or blocked. Record nothing after an unknown outcome
-        (``PublishUnconfirmed``).
+        The message was nacked, returned, refused or blocked. Record nothing if ``may_have_arrived`` is True, nor for a
+        message that was nacked and routed to several queues: some of them may have it.
         """
         with self._lock:
             self._failed.add(message_id)
