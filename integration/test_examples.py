@@ -239,7 +239,7 @@ def test_the_programs_of_each_migration_guide_run(vhost: VirtualHost, tmp_path: 
             assert run(name, cwd=tmp_path) == "order 1 is confirmed\n"
 
 
-@pytest.mark.parametrize(("guide", "programs"), [("publish", 2), ("consume", 7), ("retries", 1), ("outbox", 2)])
+@pytest.mark.parametrize(("guide", "programs"), [("publish", 2), ("consume", 7), ("retries", 2), ("outbox", 2)])
 def test_the_programs_of_a_guide_run(vhost: VirtualHost, tmp_path: Path, guide: str, programs: int) -> None:
     """Each complete block with a broker runs.
 

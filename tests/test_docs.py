@@ -45,7 +45,8 @@ CONTRIBUTING = DOCS / "contributing.md"
 MATRIX = DOCS / "explanation" / "faults.md"
 PROXY = DOCS / "guides" / "testing.md"
 
-NOT_INSTALLED = ("celery",)  # used by the programs of a guide
+#: Modules that the programs of the guides use.
+NOT_INSTALLED = ("celery", "django.core.asgi", "django.db")
 #: Names that blocks use and do not define.
 READERS_OWN = {
     "url": "amqp://guest:guest@localhost/",
