@@ -256,7 +256,7 @@ class BasePullSubscription(BaseSubscription):
         if not self._wanted or self._done or now >= last or (over and (taken or now >= deadline)):
             if gone and not taken:
                 raise ConsumerCancelled(
-                    f"queue {self._options.queue_name!r} was deleted; when it exists again, get() gives from it again"
+                    f"queue {self._options.queue_name!r} was deleted; when it exists again, get() can be called again"
                 ) from self._gone
             return None
         return (deadline if over else last) - now
@@ -333,7 +333,7 @@ class BasePullSubscription(BaseSubscription):
         single = loss.code == ReplyCode.RESOURCE_LOCKED and _SINGLE_ACTIVE in loss.text
         if loss.by_broker and (single or loss.code in _REFUSALS):
             self.error = ConsumeError(
-                f"the broker does not give from queue {self._options.queue_name!r}: {loss.code} {loss.text}"
+                f"the broker refuses get() on queue {self._options.queue_name!r}: {loss.code} {loss.text}"
             )
             self._end()
 

@@ -342,8 +342,8 @@ class SQLiteOutbox(OfOneProcess):
             raise outbox_error(error, self.path, what) from error
         if not available:
             raise OutboxError(
-                f"{what} failed in outbox {self.path}: the disk is full, but for the room that is needed to remove "
-                "rows; make room. Earlier rows are safe"
+                f"{what} failed in outbox {self.path}: the disk is full, except for the space reserved for removing "
+                "rows: free disk space. Earlier rows are safe"
             )
 
     def _transact_on_full_disk(self, work: Callable[[sqlite3.Connection], T], what: str) -> T:

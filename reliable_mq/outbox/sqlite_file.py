@@ -164,7 +164,7 @@ def _allocate(descriptor: int, size: int) -> None:
 
 
 _ADVICE: Final = {
-    sqlite3.SQLITE_FULL: "the disk is full; make room. Earlier rows are safe",
+    sqlite3.SQLITE_FULL: "the disk is full: free disk space. Earlier rows are safe",
     sqlite3.SQLITE_BUSY: "another process has kept the file locked for too long; find it, or raise timeout",
     sqlite3.SQLITE_READONLY: "the file or its directory cannot be written to; see to the permissions",
     sqlite3.SQLITE_CANTOPEN: "the file cannot be opened; see to the directory and the permissions",

@@ -252,11 +252,11 @@ class Publication:
             )
         if reason is not None:
             text = (
-                f"was not confirmed for good in time: {reason}; it is published no more, and has arrived unless that "
+                f"was given up: its confirm did not become final in time: {reason}; it has arrived unless that happens"
             )
-            return PublishUnconfirmed(f"{self} {text}happens", message_id=message_id, sent=True)
+            return PublishUnconfirmed(f"{self} {text}", message_id=message_id, sent=True)
         known = "it may have arrived" if sent else "it was never sent"
-        text = f"was not confirmed in time and is published no more; {known}"
+        text = f"was not confirmed in time and was given up; {known}"
         return PublishUnconfirmed(f"{self} {text}", message_id=message_id, sent=sent)
 
     def __str__(self) -> str:
