@@ -137,6 +137,7 @@ def make(
     consumer_timeout: float | None = None,
     grouped: bool = False,
     single_active: bool = False,
+    subscribes: bool = True,
     acks: AckBatcher | None = None,
 ) -> SteppedSession:
     policy = retry or RetryPolicy(max_attempts, delays=(1, 10))
@@ -159,7 +160,7 @@ def make(
         kill_switch=None if kill_switch is None else CheckedKillSwitch(kill_switch),
         consumer_timeout=consumer_timeout,
         grouped=grouped,
-        lifecycle=ConsumerLifecycle(single_active=single_active),
+        lifecycle=ConsumerLifecycle(single_active=single_active, subscribes=subscribes),
     )
     session.opened(1, CHANNEL)
     return session

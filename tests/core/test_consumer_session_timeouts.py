@@ -196,6 +196,17 @@ def test_nothing_is_counted_of_a_stream_which_is_read_again() -> None:
     assert stream.statistics.timed_out == 0
 
 
+def test_what_is_pulled_together_loses_no_attempt() -> None:
+    """The caller handles one after the other, and may hang on none."""
+    session = make(max_attempts=1, subscribes=False)
+    deliver(session, items(2))
+    struck(session)
+    assert (session.statistics.timed_out, session.statistics.failed) == (0, 0)
+    for generation in (2, 3):
+        assert [one.attempt for one in deliver(session, [again("m1", 1), again("m2", 2)], 100.0)] == [1, 1]
+        struck(session, generation, 200.0)
+
+
 # -- when the broker cancels the consumer ------------------------------------------------------------------------------
 
 

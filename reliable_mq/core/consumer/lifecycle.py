@@ -125,7 +125,7 @@ class ConsumerLifecycle:
         self.gave_up = False  # whether it ended because `stop_timeout` was over
         self._stop_timeout = stop_timeout
         self._single_active = single_active
-        self._subscribes = subscribes
+        self.subscribes: Final = subscribes
         self.prefetch = self._wanted = prefetch  # of the newest and of the next subscription; 0 for none
         self._patience: float | None = None  # when the wait for running handlers ends
         self._pause: float | None = None  # when SETTLING or LINGERING ends
@@ -227,7 +227,7 @@ class ConsumerLifecycle:
     @property
     def subscribed(self) -> bool:
         """Whether the broker delivers on the open channel."""
-        return self._subscribes and self.connected
+        return self.subscribes and self.connected
 
     def subscribe_to_quarantine(self) -> None:
         self._changes.append(ChannelStep.SUBSCRIBE_TO_QUARANTINE)

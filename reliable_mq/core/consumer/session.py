@@ -239,6 +239,8 @@ class ConsumerSession:
                 if tag is None or not self._outcomes.in_quarantine(one)
             ]
         found = [delivery for delivery in found if delivery.state is DeliveryState.RUNNING]
+        if len(found) > 1 and not self.lifecycle.subscribes:
+            found = []  # the caller of `get` handles them in turn, and may hang on none
         if quarantine is not None and found:
             quarantine.timed_out()
         for delivery in found:
