@@ -13,7 +13,7 @@ from random import Random
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from reliable_mq import KillSwitch, PublishReturned, Queue, RetryPolicy
+from reliable_mq import KillSwitch, PublishNacked, PublishReturned, Queue, ReliableMQError, RetryPolicy
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher
@@ -322,13 +322,13 @@ class Consuming(RuleBasedStateMachine):
     # The dead-letter queue
 
     @precondition(lambda self: self.publishing)
-    @rule(data=st.data(), confirmed=st.booleans())
-    def settle_dead_letter(self, data: st.DataObject, confirmed: bool) -> None:
+    @rule(data=st.data(), error=st.sampled_from([None, RETURNED, PublishNacked("full")]))
+    def settle_dead_letter(self, data: st.DataObject, error: ReliableMQError | None) -> None:
         republish = data.draw(st.sampled_from(self.publishing))
         self.publishing.remove(republish)
-        if confirmed:
+        if error is None:
             self.confirmed(republish)
-        self.session.published(republish, None if confirmed else RETURNED, self.now)
+        self.session.published(republish, error, self.now)
         self.turn()
 
     def confirmed(self, republish: RepublishRequest) -> None:

@@ -16,6 +16,7 @@ from reliable_mq import (
     PublishNacked,
     PublishRefused,
     PublishReturned,
+    PublishUnconfirmed,
     RetryLater,
     RetryPolicy,
 )
@@ -44,6 +45,7 @@ from tests.core.test_retry_headers import waited
 
 BLOCKED = PublishBlocked("memory alarm")
 NACKED = PublishNacked("full")
+UNCONFIRMED = PublishUnconfirmed("no answer")
 RETURNED = PublishReturned("gone", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="orders.retry.1000")
 REFUSED = PublishRefused("too large", reply_code=501, reply_text="FRAME_ERROR")
 
@@ -131,14 +133,15 @@ def on_its_way(*path: int) -> Delivery:
 
 
 @pytest.mark.parametrize("longest", [0, 10])
-def test_a_blocked_step_of_a_long_delay_is_published_again(longest: int) -> None:
+@pytest.mark.parametrize("error", [BLOCKED, NACKED], ids=repr)
+def test_a_step_of_a_long_delay_is_published_again(error: PublishError, longest: int) -> None:
     """It cannot be held for so long."""
     session = make(retry=RetryPolicy(3, delays=(longest,)), queues=True)
     assert deliver(session, [on_its_way(1_000_000, 500_000)]) == []
     [queue] = session.take_declarations()
     session.declared(queue, None, 0.0)
     republish = only_republish(session)
-    session.published(republish, BLOCKED, 0.0)
+    session.published(republish, error, 0.0)
     assert attempt_again(session, 0.9) == []
     assert session.take_republishes() == []
     assert attempt_again(session, 1.0) == []
@@ -257,9 +260,9 @@ def test_a_queue_not_declared_is_logged_and_its_delivery_held() -> None:
     assert session.take_work() == [item]
 
 
-@pytest.mark.parametrize("error", [BLOCKED, REFUSED, ConfigurationError("too long")], ids=repr)
+@pytest.mark.parametrize("error", [BLOCKED, NACKED, REFUSED, ConfigurationError("too long")], ids=repr)
 def test_an_unpublished_retry_is_held_for_the_rest_of_its_delay(error: PublishError) -> None:
-    """This also holds under an alarm: consuming continues."""
+    """Consuming continues under an alarm, and while the delay queue is full."""
     session = make(queues=True)
     item, republish = failed_once(session, delay=10)
     session.published(republish, error, 4.0)
@@ -271,11 +274,22 @@ def test_an_unpublished_retry_is_held_for_the_rest_of_its_delay(error: PublishEr
     assert item.attempt == 2
 
 
-def test_a_blocked_retry_of_a_long_delay_is_published_again() -> None:
+def test_a_short_retry_that_is_nacked_is_handled_in_time() -> None:
+    """The queue may stay full."""
+    session = make(queues=True)
+    item, republish = failed_once(session)
+    session.published(republish, NACKED, 0.01)
+    assert attempt_again(session, 0.9) == []
+    assert attempt_again(session, 1.1) == [item]
+    assert (item.attempt, session.take_republishes()) == (2, [])
+
+
+@pytest.mark.parametrize("error", [BLOCKED, NACKED], ids=repr)
+def test_a_retry_of_a_long_delay_is_published_again(error: PublishError) -> None:
     """Otherwise it would use the prefetch for the whole delay, long after the alarm."""
     session = make(queues=True, retry=RetryPolicy(3, delays=(3600,)))
     _item, republish = failed_once(session)
-    session.published(republish, BLOCKED, 0.0)
+    session.published(republish, error, 0.0)
     assert attempt_again(session, 0.9) == []
     assert session.take_republishes() == []
     assert attempt_again(session, 1.0) == []
@@ -351,7 +365,7 @@ def test_a_returned_retry_declares_its_queue_and_goes_out_again() -> None:
 def test_a_queue_that_goes_missing_later_is_declared_again() -> None:
     session = make(queues=True)
     _item, republish = failed_once(session)
-    session.published(republish, NACKED, 0.0)
+    session.published(republish, UNCONFIRMED, 0.0)
     session.tick(1.0)
     assert only_republish(session) is republish
     session.published(republish, RETURNED, 1.0)
@@ -363,7 +377,7 @@ def test_a_queue_that_goes_missing_later_is_declared_again() -> None:
 def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:
     session = make(queues=True)
     _item, republish = failed_once(session)
-    session.published(republish, NACKED, 0.0)
+    session.published(republish, UNCONFIRMED, 0.0)
     session.tick(0.9)
     assert session.take_republishes() == []
     session.tick(1.0)

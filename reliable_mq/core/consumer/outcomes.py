@@ -24,6 +24,7 @@ from reliable_mq.errors import (
     ConfigurationError,
     ConsumeError,
     PublishBlocked,
+    PublishNacked,
     PublishRefused,
     PublishReturned,
     ReliableMQError,
@@ -360,7 +361,7 @@ class OutcomeHandler:
             self._settlement.dead_letter(delivery, f"cannot be moved to quarantine: {error}")
             return
         elif refused or (
-            blocked
+            isinstance(error, PublishBlocked | PublishNacked)  # the next publishes may end like this, too
             and republish.purpose is RepublishReason.RETRY
             and republish.left is None
             and _due(republish, now) - now <= _LONGEST_HELD
