@@ -319,11 +319,8 @@ def test_f57_without_a_dead_letter_queue_no_original_is_acked(
     assert vhost.live_counts(["orders"])["orders"] == 0
 
 
-def test_f57_a_restored_dead_letter_queue_gets_what_waited(vhost: VirtualHost, checker: Audit) -> None:
-    """The dead-letter queue is deleted while the consumer runs.
-
-    Other messages are handled. When it is back, messages that were given up arrive there.
-    """
+def test_f57_a_deleted_dead_letter_queue_is_declared_again(vhost: VirtualHost, checker: Audit) -> None:
+    """It is deleted while the consumer runs. Messages that were given up arrive there."""
 
     def fail_even(delivery: Delivery) -> None:
         if int(delivery.body) % 2 == 0:
@@ -334,10 +331,8 @@ def test_f57_a_restored_dead_letter_queue_gets_what_waited(vhost: VirtualHost, c
         vhost.delete_queue("orders.dead")
         publish(vhost, "orders", numbered(20), checker)
         handler.wait_done(10)
-        wait_until(lambda: consumer.statistics.republish_failed >= 10, timeout=20, what="none confirmed")
-        wait_until(lambda: consumer.statistics.acked == 10, timeout=10, what="the others acked")
-        declare(vhost, ORDERS)
         wait_until(lambda: consumer.statistics.dead_lettered == 10, timeout=20, what="all dead-lettered")
+        assert consumer.statistics.republish_failed >= 1
     checker.drain(vhost, ["orders"], dead_letters=["orders.dead"])
     balance = checker.close()
     assert (balance.handled, balance.dead_lettered) == (10, 10)

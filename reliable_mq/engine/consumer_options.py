@@ -264,9 +264,8 @@ class ConsumerOptions:
             self._consumer_timeout = seconds("consumer_timeout", consumer_timeout, positive=True)
         self.dead_letter = self._dead_letter(queue, dead_letter)
         self._drops = dead_letter is None  # the user has chosen this, so there is no warning
-        self.topology = declarations(topology)
-        if isinstance(dead_letter, Queue):
-            self.topology = declarations([*self.topology, dead_letter])
+        also = [dead_letter] if isinstance(dead_letter, Queue) else []
+        self.topology = declarations([*declarations(topology), *also])
         self._queue = queue
         self._pushed = handler is not None
         self._retry = RetryPolicy() if retry is None else retry
@@ -285,7 +284,7 @@ class ConsumerOptions:
         self._broker_retries = self._retried_by_the_broker(queue)
         self._delay_queues = self._new_delay_queues(queue)
         self._quarantine = self._new_quarantine(queue)
-        declarations([*self._declared, *([queue] if isinstance(queue, Queue) else [])])  # refuses contradictions
+        self._all_declared = declarations([*self._declared, *([queue] if isinstance(queue, Queue) else [])])
         self.is_stream = STREAM_OFFSET in self._arguments or (isinstance(queue, Queue) and queue.type == "stream")
 
         given = {
@@ -374,7 +373,9 @@ class ConsumerOptions:
             acks = AckBatcher(ack_every=self._ack_every, ack_interval=interval, prefetch=self.prefetch, rest=_REST)
         dead_letters = None
         if self.dead_letter is not None:
-            dead_letters = DeadLetters(Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION)
+            dead_letters = DeadLetters(
+                Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION, declared=self._all_declared
+            )
         queue, single_active = self._quarantine, self.single_active
         return ConsumerSession(
             queue=self.queue_name,

@@ -29,6 +29,9 @@ from tests.transitions import follows
 CHANNEL = 3
 ISOLATED = "c#quarantine"
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
+DEAD = Queue("q.dead", dead_letter=None)
+DEAD_LETTERS = DeadLetters(Target("", "q.dead"), consumer="c", version="0")
+DECLARED_DEAD_LETTERS = DeadLetters(Target("", "q.dead"), consumer="c", version="0", declared=[DEAD])
 
 
 class CheckedKillSwitch(follows(switches.TRANSITIONS, "_state"), KillSwitchMonitor):  # type: ignore[misc]
@@ -125,6 +128,7 @@ def make(
     *,
     max_attempts: int = 3,
     dead_letters: bool = True,
+    declares: bool = False,
     broker_dead_letters: bool = True,
     automatic: bool = False,
     batch: tuple[int, float] | None = None,
@@ -145,7 +149,7 @@ def make(
         queue="orders",
         retry=policy,
         random=Random(1),
-        dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0") if dead_letters else None,
+        dead_letters=(DECLARED_DEAD_LETTERS if declares else DEAD_LETTERS) if dead_letters else None,
         broker_dead_letters=broker_dead_letters,
         acks=None if automatic else acks or AckBatcher(ack_every=10, ack_interval=5.0, prefetch=100),
         batcher=None if batch is None else Batcher(*batch),

@@ -20,10 +20,16 @@ from reliable_mq.core.consumer.dispatch import Batcher
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason
 from reliable_mq.core.consumer.lifecycle import ChannelStep, ConsumerLifecycle, ConsumerState
 from reliable_mq.core.consumer.quarantine import Quarantine
-from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, RepublishRequest, Target
+from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import CheckedDelivery, delivery, failure
-from tests.core.sessions import ISOLATED, CheckedKillSwitch, CheckedQuarantine, ReadableSession
+from tests.core.sessions import (
+    DECLARED_DEAD_LETTERS,
+    ISOLATED,
+    CheckedKillSwitch,
+    CheckedQuarantine,
+    ReadableSession,
+)
 from tests.properties import machine
 
 FRAME = struct.Struct(">BHIHHQBB")
@@ -136,7 +142,7 @@ class Consuming(RuleBasedStateMachine):
             queue="orders",
             retry=policy,
             random=Random(1),
-            dead_letters=DeadLetters(Target("", "q.dead"), consumer="c", version="0"),
+            dead_letters=DECLARED_DEAD_LETTERS,
             broker_dead_letters=True,
             acks=AckBatcher(ack_every=3, ack_interval=ACK_INTERVAL, prefetch=PREFETCH),
             lifecycle=ConsumerLifecycle(),

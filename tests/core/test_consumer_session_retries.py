@@ -32,6 +32,7 @@ from reliable_mq.core.retry.retry_headers import decode_retry_headers
 from tests.core.deliveries import delivery, failure
 from tests.core.sessions import (
     CHANNEL,
+    DEAD,
     SteppedSession,
     attempt_again,
     deliver,
@@ -372,6 +373,25 @@ def test_a_queue_that_goes_missing_later_is_declared_again() -> None:
     session.tick(3.0)
     assert session.take_republishes() == []
     assert [queue.name for queue in session.take_declarations()] == ["orders.retry.1000"]
+
+
+@pytest.mark.parametrize("error", [None, BrokerUnavailable("403", permanent=True)], ids=["declared", "refused"])
+def test_a_returned_dead_letter_declares_its_queue_once(error: BrokerUnavailable | None) -> None:
+    """If that is refused, it is published again without another declaration."""
+    session = make(max_attempts=1, declares=True, broker_dead_letters=False)
+    [item] = deliver(session, items(1))
+    fail(session, item)
+    republish = only_republish(session)
+    session.published(republish, RETURNED, 0.0)
+    [queue] = session.take_declarations()
+    assert (queue, session.take_republishes()) == (DEAD, [])
+    session.declared(queue, error, 0.0)
+    session.tick(1.0)
+    assert only_republish(session) is republish
+    session.published(republish, RETURNED, 1.0)
+    session.tick(3.0)
+    assert session.take_declarations() == ([] if error else [queue])
+    assert session.take_work() == []
 
 
 def test_a_retry_that_was_not_confirmed_is_published_again_later() -> None:

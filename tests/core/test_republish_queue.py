@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from reliable_mq import Queue, RetryPolicy
 from reliable_mq.core.consumer.delivery import ChannelGeneration, DeliveryState
 from reliable_mq.core.consumer.settlement import RepublishQueue
@@ -77,14 +79,29 @@ def test_a_queue_that_is_missing_is_declared_again() -> None:
     assert out.take() == [republish]
 
 
-def test_a_missing_dead_letter_queue_is_never_declared() -> None:
-    out = opened(10)
+@pytest.mark.parametrize(
+    ("declared", "again"),
+    [
+        ([], []),
+        ([Queue("orders"), Queue("orders.dead", dead_letter=None)], ["orders.dead"]),
+        ([Queue("orders.dead", type="classic", dead_letter=None)], []),
+    ],
+    ids=["a name", "a quorum queue", "a classic queue"],
+)
+def test_a_missing_dead_letter_queue_is_declared_if_known(declared: list[Queue], again: list[str]) -> None:
+    """A classic one may exist on a node that is down, and its declaration would close the channel."""
+    dead_letters = DeadLetters(Target("", "orders.dead"), consumer="c", version="0", declared=declared)
+    out = RepublishQueue(dead_letters, None)
+    out.opened()
     assert out.dead_letter(delivery(source=ChannelGeneration(1, 1, "orders")), "why")
+    assert list(out.take_declarations()) == []
     [republish] = out.take()
     out.settled(republish)
     out.missing(republish)
     out.again(republish)
-    assert list(out.take_declarations()) == []
+    assert [queue.name for queue in out.take_declarations()] == again
+    for name in again:
+        assert out.declared(name, ok=True) == []
     assert out.take() == [republish]
 
 

@@ -12,10 +12,12 @@ from reliable_mq.codec import LARGEST_BODY, encode_ack
 from reliable_mq.codec.methods import CheckQueue, Consume, DeclareQueue, SetPrefetch
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import ChannelGeneration
+from reliable_mq.core.consumer.handler import Failed
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.engine.consumer_options import ConsumerOptions
 from reliable_mq.stores import MemoryStore
-from tests.core.deliveries import delivery
+from tests.core.deliveries import delivery, failure
+from tests.core.sessions import RETURNED
 from tests.core.steps import steps_of
 
 ORDERS = Queue("orders")
@@ -243,6 +245,28 @@ def test_a_session_fits_the_options() -> None:
     assert options().new_session().stream_offset is None
     assert options(EVENTS).new_session().stream_offset is not None
     assert options(ack_mode="automatic").new_session().automatic
+
+
+@pytest.mark.parametrize(
+    ("queue", "given", "name"),
+    [
+        (ORDERS, {}, "orders.dead"),
+        (Queue("orders", dead_letter="bin"), {}, None),
+        (ORDERS, {"dead_letter": Queue("bin")}, "bin"),
+        ("orders", {"dead_letter": "bin", "topology": [Queue("bin")]}, "bin"),
+        ("orders", {"dead_letter": "bin"}, None),
+    ],
+)
+def test_a_declared_dead_letter_queue_is_declared_again(queue: Any, given: dict[str, Any], name: str | None) -> None:
+    session = options(queue, retry=RetryPolicy(1), **given).new_session()
+    session.opened(1, 1)
+    item = delivery(1)
+    session.delivered([item], 0.0)
+    session.poll(0.0)
+    session.finished([Failed(item, failure())], 0.0)
+    [letter] = session.poll(0.0).publish
+    session.published(letter, RETURNED, 0.0)
+    assert [one.name for one in session.poll(0.0).declare] == ([] if name is None else [name])
 
 
 def test_what_is_pulled_is_acked_at_once() -> None:

@@ -154,6 +154,8 @@ class OutcomeHandler:
         for republish in self._settlement.republish.declared(queue.name, ok=error is None):
             if self._quarantine is not None and republish.purpose is RepublishReason.QUARANTINE:
                 self.move_to_quarantine(republish.delivery, self._quarantine.queue, known=False)
+            elif republish.purpose is RepublishReason.DEAD_LETTER:
+                self._settlement.republish.again(republish)
             else:
                 self._hold_instead(republish, now)
 
@@ -368,11 +370,10 @@ class OutcomeHandler:
         ):
             self._hold_instead(republish, now)
             return
-        elif isinstance(error, PublishReturned):
-            self._settlement.republish.missing(republish)
-            if republish.tries == 1:
-                self._settlement.republish.again(republish)
-                return
+        missing = isinstance(error, PublishReturned) and self._settlement.republish.missing(republish)
+        if missing and republish.tries == 1:
+            self._settlement.republish.again(republish)
+            return
         self._settlement.hold(republish, now + _backoff(republish.tries))
 
     def _hold_instead(self, republish: RepublishRequest, now: float) -> None:

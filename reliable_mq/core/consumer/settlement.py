@@ -10,7 +10,7 @@ Invariants:
 - A `RepublishRequest` is in one place at a time: waiting for a declaration, ready, or being published. Nothing of a
   lost channel is published.
 - A queue whose declaration is refused is declared once per channel. A delivery that would have waited in it is held in
-  the process.
+  the process. Its dead letters are published again.
 - Deliveries are only held while deliveries are dispatched. Nothing is requeued to a stream, or to a broker that forgets
   the deliveries it sends (automatic acks).
 """
@@ -69,9 +69,11 @@ class RepublishQueue:
         return len(self._publishing)
 
     def opened(self) -> None:
-        """Begin with a channel on which the queues of the policy are declared."""
-        delays = self._delay_queues
+        """Begin with a channel, whose set-up declared the queues known beforehand."""
+        delays, dead_letters = self._delay_queues, self._dead_letters
         self._known = set() if delays is None else {delays.queue(step).name for step in delays.own}
+        if dead_letters is not None and dead_letters.queue is not None:
+            self._known.add(dead_letters.queue.name)
         self._refused.clear()
 
     def lost(self) -> None:
@@ -155,17 +157,23 @@ class RepublishQueue:
         """Publish a message once its queue is declared."""
         republish.delivery.state = DeliveryState.REPUBLISHING
         queue = republish.queue
-        if queue is None or queue.name in self._known:
+        final = republish.purpose is RepublishReason.DEAD_LETTER  # it cannot be held instead
+        if queue is None or queue.name in self._known or (final and queue.name in self._refused):
             self._ready.append(republish)
             return
         if queue.name not in self._undeclared:
             self._declarations.append(queue)
         self._undeclared.setdefault(queue.name, []).append(republish)
 
-    def missing(self, republish: RepublishRequest) -> None:
-        """Let the missing queue of a returned message be declared before `again`."""
-        if republish.queue is not None:
-            self._known.discard(republish.queue.name)
+    def missing(self, republish: RepublishRequest) -> bool:
+        """Let the missing queue of a returned message be declared before `again`.
+
+        Return False if its declaration is unknown.
+        """
+        if republish.queue is None:
+            return False
+        self._known.discard(republish.queue.name)
+        return True
 
     def declared(self, name: str, *, ok: bool) -> list[RepublishRequest]:
         """End a declaration. Return the messages whose queue could not be declared."""
@@ -223,7 +231,7 @@ class LogEventKind(enum.Enum):
     RESUMED = "kill switch resumes dispatch", _WARNING
     QUARANTINED = "has come back too often without an outcome, and is moved to quarantine", _WARNING
     REJECTED = "rejected", _ERROR
-    NOT_DECLARED = "delay queue not declared, its messages are held here", _WARNING
+    NOT_DECLARED = "queue not declared, its messages are held here", _WARNING
     REPUBLISH_FAILED = "not published again, and stays unacked", _ERROR
     STORE_FAILED = "idempotency store failed", _ERROR
     BATCH_FAILED = "failed with its batch, each of which is tried by itself", _WARNING

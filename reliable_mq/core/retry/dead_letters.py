@@ -31,12 +31,14 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS, AttemptHistory, printable
 from reliable_mq.core.headers import wire_text
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.topology import Queue
+from reliable_mq.topology.arguments import REPLICATED
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from reliable_mq.core.consumer.delivery import Delivery
-    from reliable_mq.topology import Queue
+    from reliable_mq.topology import Declaration
 
 __all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "Target", "failure_headers"]
 
@@ -103,16 +105,26 @@ class RepublishRequest:
 
 
 class DeadLetters:
-    """A maker of one consumer's dead letters, with the version of this package."""
+    """A maker of one consumer's dead letters, with the version of this package.
 
-    def __init__(self, target: Target, *, consumer: str, version: str) -> None:
+    Args:
+        declared: The declarations of the consumer, in which the target may be.
+
+    Attributes:
+        queue: The target queue, if it can be declared again. A classic queue of a node that is down is missing, too,
+            but its declaration would close the channel.
+    """
+
+    def __init__(self, target: Target, *, consumer: str, version: str, declared: Iterable[Declaration] = ()) -> None:
+        queues = [one for one in declared if isinstance(one, Queue) and one.name == target.routing_key]
+        self.queue: Final = next((queue for queue in queues if queue.type in REPLICATED), None)
         self._target = target
         self._consumer = printable(consumer)
         self._version = version
 
     def make(self, delivery: Delivery, reason: str) -> RepublishRequest:
         reason = printable(reason)
-        return RepublishRequest(delivery, self._target, self._properties(delivery, reason), reason)
+        return RepublishRequest(delivery, self._target, self._properties(delivery, reason), reason, queue=self.queue)
 
     def cut(self, republish: RepublishRequest) -> None:
         """Cut the original properties of a dead letter to half, and more at each try.
