@@ -11,7 +11,8 @@ empty". Expired messages that wait to be dead-lettered to their queue are in no 
 
 Invariants:
 
-- A path takes at least the requested delay, and exceeds it by at most a second or a tenth of the delay.
+- A path takes at least the requested delay, and exceeds it by at most a second or a tenth of the delay. Before RabbitMQ
+  4.3, it takes longer while messages of a higher priority (above 4) keep coming.
 - A path has no more than a handful of steps.
 - No message can cause other queues than those of the policy and of the series.
 """
