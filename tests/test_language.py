@@ -43,7 +43,8 @@ SMALL_MODULES: Final = frozenset(
     {
         "_util/boottime.py", "_util/generators.py", "_util/validation.py", "_util/version.py", "cli/__main__.py",
         "core/publisher/trace.py", "spark/autoregister.py", "spark/datasource.py", "spark/pickling.py",
-        "testing/fixtures.py", "testing/waiting.py", "tracing/conventions.py", "tracing/propagation.py",
+        "testing/deliveries.py", "testing/fixtures.py", "testing/waiting.py", "tracing/conventions.py",
+        "tracing/propagation.py",
     }
 )  # fmt: skip
 

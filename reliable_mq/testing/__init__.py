@@ -5,6 +5,7 @@ The brokers and networks fail on demand.
 - `RabbitMQ` and `RabbitMQCluster` run real brokers in containers, and inject faults of processes, disks, networks and
   resources. They need Linux with docker, and the extra ``testing``.
 - `FaultProxy` forwards connections to any broker and injects faults between frames.
+- `make_delivery` makes a delivery for a unit test of a handler.
 - `Audit` compares the published messages with the drained ones. `VirtualHost` drains them.
 - `reliable_mq.testing.fixtures` has the pytest fixtures.
 """
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from reliable_mq._util.validation import missing_extra
 from reliable_mq.errors import LabError
 from reliable_mq.testing.audit import Audit, AuditResult
+from reliable_mq.testing.deliveries import make_delivery
 from reliable_mq.testing.faults import Cut, Direction
 from reliable_mq.testing.frames import (
     Frame,
@@ -61,6 +63,7 @@ __all__ = [
     "connection_blocked",
     "connection_close",
     "connection_unblocked",
+    "make_delivery",
     "method",
     "remove_leftovers",
     "until",

@@ -115,3 +115,11 @@ def test_a_message_is_named_whatever_is_wrong_with_it() -> None:
     broken = Delivery("ctag", 1, False, "", "orders", b"\xff", b"")
     assert message_name(broken) == "a message without an id (0 bytes)"
     assert broken.flaw is None
+
+
+def test_a_delivery_that_is_to_be_acked_names_the_way_out() -> None:
+    made = delivery()
+    with pytest.raises(AttributeError, match=r"no attribute 'ack': return from the handler to ack the delivery"):
+        made.ack()  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match=r"no attribute 'other'$"):
+        made.other()  # type: ignore[attr-defined]

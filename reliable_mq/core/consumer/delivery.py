@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["TRANSITIONS", "ChannelGeneration", "Delivery", "DeliveryState", "message_name", "message_names"]
 
 _NAMED: Final = 5  # messages that a log line names
+_SETTLING: Final = ("ack", "nack", "reject")  # methods of other libraries' messages
 
 
 class DeliveryState(enum.Enum):
@@ -367,6 +368,16 @@ class Delivery(RawDelivery):
     def _broken(self, error: CodecError) -> ConsumeError:
         self.flaw = str(error)
         return ConsumeError(f"the properties of {self!r} are broken: {error}")
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> object:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if name in _SETTLING:
+                text += (
+                    ": return from the handler to ack the delivery, raise to retry it, raise DeadLetter to give it up"
+                )
+            raise AttributeError(text, name=name, obj=self)
 
     def __repr__(self) -> str:
         return f"<Delivery {self.delivery_tag} with routing key {self.routing_key!r}, {len(self.body)} bytes>"
