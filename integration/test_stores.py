@@ -195,6 +195,22 @@ def test_unheld_keys_do_not_wait_for_a_key_that_somebody_holds(
         assert {claim.status for claim in again} == {ClaimStatus.NEW}
 
 
+@pytest.mark.parametrize("mode", ["ORACLE", "SIMULTANEOUS_ASSIGNMENT"])
+def test_claims_in_modes_whose_assignments_see_the_old_row(database: Callable[[str], Database], mode: str) -> None:
+    """Otherwise, MariaDB's assignments see the results of those to their left."""
+    settings = {"init_command": f"SET SESSION sql_mode = '{mode}'"}
+    engine = create_engine(database("mariadb").fresh(), connect_args=settings)
+    with closing(SQLAlchemyStore(engine, timeout=20.0)) as store:
+        store.create_table()
+        claims = store.claim_many(["failed"], LEASE)
+        assert store.release_many(claims, failed=True) == [True]
+        assert [one.status for one in store.claim_many(["failed"], LEASE)] == [ClaimStatus.NEW]
+        store.claim_many(["late"], 1e-6)
+        assert [one.status for one in store.claim_many(["late"], LEASE)] == [ClaimStatus.NEW]
+        assert [one.status for one in store.claim_many(["late"], LEASE)] == [ClaimStatus.IN_PROGRESS]
+    engine.dispose()
+
+
 @pytest.mark.parametrize("other", ["completion", "reset"])
 def test_claims_and_other_calls_for_the_same_keys_never_deadlock(
     database: Callable[[str], Database], other: str

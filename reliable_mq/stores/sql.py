@@ -182,7 +182,8 @@ class MySQL(Dialect):
     ) -> Steps[dict[str, ClaimAnswer]]:
         """Claim keys.
 
-        An assignment sees the results of earlier ones: after ``holder`` is assigned, it shows whether the row was free.
+        An assignment sees the results of those to its left, or the old row in some modes of MariaDB. A row that was
+        free satisfies the condition again after each of these assignments, because its holder is the caller's.
         """
         yield from self._find_version()
         old = self.table.rpartition(".")[2]
@@ -196,7 +197,6 @@ class MySQL(Dialect):
             f"{old}.format = {FORMAT} AND ({old}.state = 0 OR {old}.expires <= {token} OR "
             f"({old}.state = 1 AND ({old}.lease_ends <= {token} OR {old}.holder = {holder})))"
         )
-        ours = f"{old}.holder = {holder}"
         among, keys = _among(list(holders))
         # A repeated row finds its own holder, and changes nothing more.
         numbers = {f"n{number}": holders[key] for number, key in enumerate(keys.values())}
@@ -207,13 +207,13 @@ class MySQL(Dialect):
         yield Query(
             f"INSERT INTO {self.table} (claim_key, format, state, token, holder, attempts, lease_ends, expires) "
             f"VALUES {rows_given} {'AS new_row ' if named else ''}ON DUPLICATE KEY UPDATE "
-            f"token = IF({free}, IF({old}.state = 1 AND {ours}, {old}.token, GREATEST({old}.token + 1, {token})), "
-            f"{old}.token), "
+            f"token = IF({free}, IF({old}.state = 1 AND {old}.holder = {holder}, {old}.token, "
+            f"GREATEST({old}.token + 1, {token})), {old}.token), "
             f"attempts = IF({free} AND {old}.expires <= {token}, 0, {old}.attempts), "
             f"holder = IF({free}, {holder}, {old}.holder), "
-            f"state = IF({ours}, 1, {old}.state), "
-            f"lease_ends = IF({ours}, {lease_ends}, {old}.lease_ends), "
-            f"expires = IF({ours}, {expires}, {old}.expires)",
+            f"state = IF({free}, 1, {old}.state), "
+            f"lease_ends = IF({free}, {lease_ends}, {old}.lease_ends), "
+            f"expires = IF({free}, {expires}, {old}.expires)",
             {**keys, **numbers, "lease": lease, "kept": lease + retention},
         )
         rows = yield Query(
