@@ -238,8 +238,9 @@ class RedisStore(_RedisBase, SyncStore):
         url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
             own ``redis.Redis``, which must have a ``socket_timeout`` and no retries of its own
             (``retry=Retry(NoBackoff(), 0)``, from ``redis.retry`` and ``redis.backoff``). To leave a primary that
-            became a replica, it needs ``retry_on_error=[redis.ReadOnlyError]``, unless it is from a ``Sentinel``. The
-            connections to the Sentinels need the same, as ``sentinel_kwargs={"socket_timeout": 1,
+            became a replica, it needs ``retry_on_error=[redis.ResponseError]``, unless it is from a ``Sentinel``:
+            before Redis 7, a script of a replica does not fail with a ``ReadOnlyError``. The connections to the
+            Sentinels need a timeout and no retries, too, as ``sentinel_kwargs={"socket_timeout": 1,
             "socket_connect_timeout": 1, "retry": Retry(NoBackoff(), 0)}``.
         retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
         timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, or Redis

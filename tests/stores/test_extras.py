@@ -94,7 +94,7 @@ def test_a_client_of_ones_own_must_not_be_able_to_hang() -> None:
 
 def test_a_client_that_repeats_calls_after_errors_is_refused() -> None:
     """Each connection then has a retry, which the arguments of the client do not show."""
-    settings: dict[str, Any] = {"socket_timeout": 1, "retry_on_error": [redis.ReadOnlyError]}
+    settings: dict[str, Any] = {"socket_timeout": 1, "retry_on_error": [redis.ResponseError]}
     with pytest.raises(ConfigurationError, match="repeats a call up to 1 times"):
         RedisStore(redis.Redis.from_url("redis://localhost", **settings))
     RedisStore(redis.Redis.from_url("redis://localhost", retry=Retry(NoBackoff(), 0), **settings))
