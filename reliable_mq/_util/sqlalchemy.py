@@ -133,7 +133,7 @@ def refuse_connection_in_autocommit(connection: Connection, *, begun: bool) -> N
 def cancellable(connection: Connection, handle: CancelHandle) -> contextlib.AbstractContextManager[None]:
     """Let another thread cut a connection within the block.
 
-    A connection that was cut does not return to its pool.
+    A connection that was cut does not return to its pool. A call that gets one too late leaves it open.
     """
 
     def close() -> None:

@@ -51,6 +51,7 @@ __all__ = [
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+_NOBODY_WAITS: Final = "nobody waits for the answer any more"
 _Report: TypeAlias = Callable[[Any, BaseException | None], object]
 
 
@@ -111,15 +112,16 @@ class CancelHandle:
         """Register the driver's connection that the call uses within the block.
 
         Raises:
-            TimeoutError: If the caller no longer waits, before or after the block. ``give_up`` was called, to close the
-                connection: the driver need not have noticed that its socket is shut down.
+            TimeoutError: If the caller no longer waits, before or after the block. If it was not before the block,
+                ``give_up`` was called, to close the connection: the driver need not have noticed that its socket is
+                shut down.
         """
         with self._lock:
-            if not self._cut:
-                self._connection = connection
+            if self.is_cut:
+                raise TimeoutError(_NOBODY_WAITS)
+            self._connection = connection
         try:
-            if not self._cut:
-                yield
+            yield
         finally:
             with self._lock:
                 self._connection = None
@@ -127,7 +129,7 @@ class CancelHandle:
             if cut:
                 give_up()
         if cut:
-            raise TimeoutError("nobody waits for the answer any more")
+            raise TimeoutError(_NOBODY_WAITS)
 
     @property
     def is_cut(self) -> bool:
