@@ -125,7 +125,7 @@ def test_f42_a_server_hanging_in_a_transaction_blocks_no_handler(
         server.pause()
         frozen.set()
         begun = time.monotonic()
-        wait_until(lambda: consumer.statistics.failed >= 1, timeout=30, what="it has failed")
+        wait_until(lambda: consumer.statistics.store_failures >= 1, timeout=30, what="it has failed")
         assert time.monotonic() - begun < 40 * TIMEOUT
         before = proxy.seen("heartbeat", "to_broker")
         proxy.wait_for(lambda: proxy.seen("heartbeat", "to_broker") > before, timeout=30)

@@ -360,7 +360,7 @@ class SQLAlchemyStore(_SQLAlchemyBase, SyncStore):
             IdempotencyStoreError: At the beginning, if there is no connection in time. At the end, if another holder
                 has taken over, or an earlier transaction of the handler may be committed, and nothing was committed
                 now; or if there was no reply in time. The consumer finds out whether the transaction was committed.
-                This does not count as an attempt of the handler.
+                It counts as an attempt only if the store then answers, and still has the claim.
             ConfigurationError: If the session's connection is in autocommit mode.
             UsageError: If the deliveries are not being handled by a consumer with this store, or the block has ended
                 the transaction itself.

@@ -363,6 +363,62 @@ def test_a_failure_with_an_unknown_commit_is_no_attempt(batch: bool) -> None:
     assert all("IdempotencyStoreError: no answer" in getattr(result, "detail", "") for result in results)
 
 
+def lose_the_store(_argument: object) -> None:
+    """Raise as if the transaction had no connection in time."""
+    raise IdempotencyStoreError("no answer within 5 s")
+
+
+@pytest.mark.parametrize("batch", [False, True])
+def test_a_transaction_after_a_takeover_is_no_attempt(batch: bool) -> None:
+    """The other holder may have the effect, so no copy is dead-lettered."""
+    runner = Runner(lose_the_store, batch=batch, max_attempts=1, transaction=nothing)
+    runner.answers = {Release: [False]}
+    item = delivery()
+    why = "its transaction failed: reliable_mq.errors.IdempotencyStoreError: no answer within 5 s"
+    assert only(runner(item)) == Skipped(item, SkipReason.STORE_FAILED, why)
+    runner.answers = {}
+    assert only(runner(item)) == Skipped(item, SkipReason.IN_PROGRESS)
+
+
+def test_a_transaction_whose_store_is_gone_is_no_attempt() -> None:
+    """This also holds for the store, when it answers again."""
+    runner = Runner(lambda item: lose_the_store(item) if runner.broken else None, max_attempts=1, transaction=nothing)
+    runner.broken = {Release}
+    item = delivery()
+    assert only(runner(item)) == Skipped(
+        item, SkipReason.STORE_FAILED, "its transaction failed: IdempotencyStoreError: no answer"
+    )
+    runner.broken = set()
+    assert runner(item) == [item]
+    assert item.attempt == 1
+
+
+def test_a_transaction_whose_claim_the_store_has_is_an_attempt() -> None:
+    """Otherwise a handler with too small a pool would fail for ever."""
+    runner = Runner(lose_the_store, transaction=nothing)
+    assert isinstance(only(runner(delivery())), Failed)
+    assert runner.store.claim_many(["q|orders|m1"], HOUR)[0].attempts == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ExceptionGroup("two", [IdempotencyStoreError("no answer"), ValueError("no")]),
+        ExceptionGroup("two", [IdempotencyStoreError("no answer"), DeadLetter("of no use")]),
+        RetryLater(5),
+    ],
+)
+def test_what_else_a_handler_raises_is_an_attempt(error: Exception) -> None:
+    """The store's answer to the release does not matter."""
+
+    def handler(_item: Delivery) -> None:
+        raise error
+
+    runner = Runner(handler, transaction=nothing)
+    runner.answers = {Release: [False]}
+    assert isinstance(only(runner(delivery())), Failed)
+
+
 def test_a_transaction_needs_a_store_that_has_some() -> None:
     with pytest.raises(UsageError, match="no idempotency store with transactions"):
         delivery().transaction()

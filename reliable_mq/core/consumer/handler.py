@@ -11,6 +11,7 @@ Without a store: call the handler. With one::
           --new--> call the handler --not now--> release --> not begun
                                     --raised--> release (failed) --> failed
                                                       --its transaction may be committed--> claim again later
+                                                      --the store failed in it--> claim again later
                                     --returned, done by its own transaction--> handled
                                     --returned--> complete --taken--> handled
                                                            --token stale--> claim again later, then complete
@@ -33,16 +34,16 @@ Invariants:
 - A handler that has returned is not called again because the store did not answer, or has lost its claim.
 - A failed attempt is released before it is reported, or before its key is claimed again, so that the next attempt can
   claim it.
-- If the handler raised although its own transaction is or may be committed, an attempt is counted only if the store
-  still has the claim. Otherwise a message whose effect is done would be dead-lettered after its last attempt. The
-  handler may still raise `DeadLetter`.
+- If the handler raised although its own transaction is or may be committed, or raised the store's error, an attempt is
+  counted only if the store still has the claim. Otherwise a message whose effect is done would be dead-lettered after
+  its last attempt. The handler may still raise `DeadLetter`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -62,6 +63,7 @@ from reliable_mq.core.idempotency import (
     checked_key,
     key_prefix,
 )
+from reliable_mq.errors import IdempotencyStoreError
 
 __all__ = [
     "ClaimKeys",
@@ -89,8 +91,11 @@ T = TypeVar("T")
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over; or the store lost the claim"
 _REFUSED: Final = Claim("", ClaimStatus.IN_PROGRESS)  # its handler has returned: claim again, then complete
-_COMMITTED: Final = "its handler raised after its transaction was committed"
-_UNKNOWN: Final = "whether its transaction was committed is not known, and asked again"
+_NO_ATTEMPT: Final = {  # why the failure of a handler is none, by the state of its transaction
+    CommitStatus.NONE: "its transaction failed",
+    CommitStatus.UNKNOWN: "whether its transaction was committed is not known, and asked again",
+    CommitStatus.DONE: "its handler raised after its transaction was committed",
+}
 _UNREADABLE: Final = "its record was written by a newer version of this package: use that version here, too"
 
 
@@ -400,7 +405,8 @@ def _settle_results(
     handled = [result for result in ended if isinstance(result, Delivery)]
     for counts in (True, False) if failed else ():
         some = [result for result in failed if result.alone is counts]
-        answer = yield from _settle(claiming, [claims[result.delivery] for result in some], failed=counts)
+        untried = {claims[result.delivery] for result in some if _is_of_store(result)}
+        answer = yield from _settle(claiming, [claims[result.delivery] for result in some], counts, untried)
         results.extend(map(_failed_or_unknown, some, repeat(answer) if isinstance(answer, str) else answer))
     if claiming.transaction is not None:
         results.extend(delivery for delivery in handled if _is_completed(delivery))
@@ -422,11 +428,17 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
     detail = released if isinstance(released, str) else ""
     inbox_claim = result.delivery.inbox_claim
     commit = CommitStatus.NONE if inbox_claim is None else inbox_claim.commit
-    if (detail or not released) and commit is not CommitStatus.NONE and result.failure.verdict is None:
-        why = _COMMITTED if commit is CommitStatus.DONE else _UNKNOWN
+    excused = (commit is not CommitStatus.NONE and result.failure.verdict is None) or _is_of_store(result)
+    if (detail or not released) and excused:
         said = f"{result.failure.exception_type}: {result.failure.exception_message}"
-        return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{why}: {detail or said}"))
+        return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{_NO_ATTEMPT[commit]}: {detail or said}"))
     return replace(result, detail=detail) if detail else result
+
+
+def _is_of_store(result: Failed) -> bool:
+    """Return whether the handler raised only an error of its inbox's store."""
+    of_store = {issubclass(kinds[0], IdempotencyStoreError) for kinds in result.failure.kinds}
+    return result.delivery.inbox_claim is not None and result.failure.verdict is None and of_store == {True}
 
 
 def _call_handler(
@@ -551,11 +563,17 @@ def _settle_before(
                 results.append(Skipped(delivery, SkipReason.STORE_FAILED, detail=answer))
 
 
-def _settle(claiming: ClaimPolicy, claims: list[Claim], failed: bool | None) -> Generator[Step, Any, list[Any] | str]:
-    """Complete claims, or release them as ``failed`` or not. Return like `_ask`."""
+def _settle(
+    claiming: ClaimPolicy, claims: list[Claim], failed: bool | None, untried: Collection[Claim] = ()
+) -> Generator[Step, Any, list[Any] | str]:
+    """Complete claims, or release them as ``failed`` or not. Return like `_ask`.
+
+    Without an answer, those in ``untried`` are to be released later, and not as failed.
+    """
     answer = yield from _ask(claiming, Complete(claims) if failed is None else Release(claims, failed), len(claims))
     if isinstance(answer, str):
-        claiming.retries.add(claims, failed)
+        claiming.retries.add((claim for claim in claims if claim not in untried), failed)
+        claiming.retries.add(untried, failed=False)
     elif claiming.retries:
         claiming.retries.answered(claims, failed)
     return answer
