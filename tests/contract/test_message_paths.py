@@ -37,6 +37,7 @@ BOUNDS = {"publish": 13, "confirm": 10, "delivery": 12, "ack": 11}
 COMPLETES = {"core/consumer/handler.py", "core/idempotency.py"}
 CLAIMS = COMPLETES | {"codec/properties.py"}
 GROUPS = {"engine/claim_groups.py"}  # read for the size of a group
+WAKES = "sync/io_thread.py"  # for many results at a time; a single one, as here, may be found by the timer of its ack
 MESSAGES = 20  # enough that a few find a running thread, which needs no wake-up, on a busy machine
 
 
@@ -190,13 +191,14 @@ def test_a_message_passes_the_files_of_the_page(way: str, called: dict[str, set[
     assert len(passed) == count
     assert len(table) <= BOUNDS[way]
     assert not passed & asked
-    assert called[way] == passed | asked
+    seen = called[way] | {WAKES} if way == "ack" else called[way]
+    assert seen == passed | asked
 
 
 def test_what_a_store_adds_is_on_the_page(called: dict[str, set[str]]) -> None:
     assert set(listed("delivery").table) >= CLAIMS
     profile = Profile()
     consume(profile, idempotency=MemoryStore())
-    others = called["delivery"] | called["ack"] | {"stores/memory.py"} | GROUPS
+    others = called["delivery"] | called["ack"] | {"stores/memory.py", WAKES} | GROUPS
     assert profile.files["delivery"] - others == CLAIMS
     assert profile.files["ack"] - others == COMPLETES
