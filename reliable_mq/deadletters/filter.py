@@ -63,7 +63,7 @@ class Filter:
 
     Args:
         exception: The class of the last exception, with or without its module. ``*`` and ``?`` are wildcards, for
-            example in ``"app.errors.*"``.
+            example in ``"app.errors.*"``. A message without an exception, for example an expired one, does not match.
         reason: A text that the reason contains. Case is ignored.
         queue: The queue that the message was in before it died.
         message_ids: The message ids to match. An empty collection matches no message.
@@ -122,7 +122,8 @@ class Filter:
     def _is_exception(self, name: str) -> bool:
         if self.exception is None:
             return True
-        return fnmatchcase(name, self.exception) or fnmatchcase(name.rpartition(".")[2], self.exception)
+        own = name.rpartition(".")[2]
+        return bool(name) and (fnmatchcase(name, self.exception) or fnmatchcase(own, self.exception))
 
     def _is_of_age(self, died_at: datetime | None, now: datetime) -> bool:
         if self.older_than is None and self.newer_than is None:

@@ -72,6 +72,12 @@ def test_everything_that_is_given_must_be_so(given: dict[str, Any], matches: boo
     assert Filter(**given).matches(letter(), NOW) is matches
 
 
+def test_a_wildcard_does_not_match_without_an_exception() -> None:
+    """Otherwise, a purge by exception would delete expired messages, too."""
+    assert Filter(exception="*").matches(letter(), NOW)
+    assert not Filter(exception="*").matches(letter(**{headers.EXCEPTION_TYPE: ""}), NOW)
+
+
 def test_a_dead_letter_whose_age_is_unknown_is_of_no_age() -> None:
     assert not Filter(older_than=1).matches(letter(age=None), NOW)
     assert not Filter(newer_than=1).matches(letter(age=None), NOW)
