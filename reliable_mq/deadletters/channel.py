@@ -171,10 +171,10 @@ class GetChannel(AdminChannel):
             source = self._source
             if not self._arrived:
                 self.left = 0
-            if self._ready:
-                self._loss = None  # an earlier one
             if self._gone:
                 raise self._stale()
+            if self._ready:
+                self._loss = None  # an earlier one
         if self._outstanding or not self._arrived:  # an interrupted batch may still get replies
             self._get(source, 1)
         if (wanted := min(most, self.left, self._fitting()) - len(self._arrived)) > 0:
@@ -391,7 +391,11 @@ class GetChannel(AdminChannel):
 
     def _stale(self) -> StaleDelivery:
         self._gone = False
-        return StaleDelivery(f"the connection was lost; the messages taken from queue {self._queue!r} are back in it")
+        loss = self._loss
+        reason = "" if loss is None else f" ({loss.text})" if loss.code is None else f" ({loss.code} {loss.text})"
+        return StaleDelivery(
+            f"the connection was lost{reason}; the messages taken from queue {self._queue!r} are back in it"
+        )
 
     # -- on the I/O thread ---------------------------------------------------------------------------------------------
 

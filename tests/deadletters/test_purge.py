@@ -229,6 +229,18 @@ def test_a_get_that_meets_a_loss_awaits_no_answer(lost_before: str, monkeypatch:
     assert channel._outstanding == 0
 
 
+def test_a_loss_is_reported_with_its_reason() -> None:
+    """For an operation that exceeds the consumer timeout, the reason is what to change."""
+    channel = GetChannel(parse_url("amqp://localhost"), QUEUE, name="test")
+    channel._wait_ready = lambda: None  # type: ignore[method-assign]
+    channel._add_unacked([message(1)])
+    text = "PRECONDITION_FAILED - delivery acknowledgement on channel 1 timed out"
+    channel.lost(1, ConnectionLoss(406, text, "channel", by_broker=True))
+    channel._ready = True
+    with pytest.raises(StaleDelivery, match=f"was lost \\(406 {text}\\); the messages taken from queue 'orders.dead'"):
+        channel.take(1)
+
+
 class AckedChannel(GetChannel):
     """Records what is sent, and has one message for each get."""
 
