@@ -29,7 +29,16 @@ from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.filter import Filter, Statistics
 from reliable_mq.deadletters.jsonl import read_line, write_line
 from reliable_mq.deadletters.message import DeadMessage
-from reliable_mq.deadletters.replay import BATCH, Progress, Replay, ReplayReport, Routing, none_was_sent, read_batches
+from reliable_mq.deadletters.replay import (
+    BATCH,
+    Progress,
+    Replay,
+    ReplayReport,
+    Routing,
+    none_was_sent,
+    read_batches,
+    warn_of_missing,
+)
 from reliable_mq.errors import (
     BrokerUnavailable,
     ConfigurationError,
@@ -312,6 +321,7 @@ class DeadLetterQueue(OfOneProcess):
                     rate=rate,
                     store=None if dry_run else idempotency,
                     namespace=idempotency_namespace,
+                    queue=self._name,
                     guard=self._guard,
                     counts_lost_connections=self._counts_lost_connections,
                     progress=progress,
@@ -516,14 +526,7 @@ class DeadLetterQueue(OfOneProcess):
             yield batch
             if progress is not None:
                 progress(read, total)
-        if read < total:
-            logger.warning(
-                "%d of %d messages of queue %r were not read: they expired, or others took them, such as a consumer, a "
-                "browse or a replay",
-                total - read,
-                total,
-                self._name,
-            )
+        warn_of_missing(self._name, read, total)
 
 
 def depths(settings: ConnectionSettings, queues: Iterable[str]) -> dict[str, int | None]:

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from math import ceil
 from typing import Final, TypeAlias
 
+from reliable_mq._util.logs import get_logger
 from reliable_mq.core.idempotency import key_prefix
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
@@ -46,7 +47,19 @@ from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["BATCH", "Progress", "RateLimit", "Replay", "ReplayReport", "Routing", "none_was_sent", "read_batches"]
+__all__ = [
+    "BATCH",
+    "Progress",
+    "RateLimit",
+    "Replay",
+    "ReplayReport",
+    "Routing",
+    "none_was_sent",
+    "read_batches",
+    "warn_of_missing",
+]
+
+logger = get_logger(__name__)
 
 _MADE_UP: Final = 0.005  # seconds; the maximum excess of a wait that is made up for
 
@@ -152,6 +165,18 @@ def read_batches(
         yield messages, total
 
 
+def warn_of_missing(queue: str, read: int, total: int) -> None:
+    """Log a warning if fewer messages were read than there were at the beginning."""
+    if read < total:
+        logger.warning(
+            "%d of %d messages of queue %r were not read: they expired, or others took them, such as a consumer, a "
+            "browse or a replay",
+            total - read,
+            total,
+            queue,
+        )
+
+
 @dataclass(eq=False)
 class Replay:
     """One run of a replay, with the options of `DeadLetterQueue.replay`.
@@ -160,6 +185,7 @@ class Replay:
         publisher: The publisher of the copies, or None for a dry run.
         limit: The maximum number of messages to try, including failures.
         namespace: The namespace of the keys in the store, or None for the namespace of the virtual host.
+        queue: The name of the dead-letter queue.
         guard: A function that raises an error if requeuing one of the messages may lose it.
         counts_lost_connections: Whether RabbitMQ counts a delivery only if its connection was lost.
     """
@@ -173,6 +199,7 @@ class Replay:
     rate: float | None
     store: ResettableStore | None
     namespace: str | None
+    queue: str
     guard: Callable[[list[DeadMessage]], None]
     counts_lost_connections: bool
     progress: Progress | None
@@ -185,6 +212,7 @@ class Replay:
         self._pace = None if self.rate is None else RateLimit(self.rate)
         self._batch = BATCH if self.rate is None else max(1, min(BATCH, int(self.rate)))
         self._total = 0  # messages at the beginning
+        self._position = 0  # of the latest message that was read
         self._acked = 0
         self._unacked: Counter[str] = Counter()  # messages with an id that this run published, perhaps not acked
         self._in_doubt = 0  # messages without an id that this run published, perhaps not acked
@@ -223,6 +251,9 @@ class Replay:
             raise StaleDelivery(
                 f"the connection was lost; {self._in_doubt} replayed messages without an id may still be in the queue"
             )
+        if self._may_try:
+            perhaps_acked = self._unacked.total() + self._in_doubt
+            warn_of_missing(self.queue, self._position + perhaps_acked, self._total)
         return self.report
 
     @property
@@ -252,19 +283,19 @@ class Replay:
         self._passed = self._failed.copy()
         if self.publisher is None:
             self.report.replayed = 0  # nothing was acked, so all messages are read again
-        position = self._acked
+        self._position = self._acked
         while not self._enough:
-            found = next(read_batches(self.channel, self._batch, self.guard, position, self._total), None)
+            found = next(read_batches(self.channel, self._batch, self.guard, self._position, self._total), None)
             if found is None:
                 if not self._held or self.stop.wait(_CHECK_EVERY) or time.monotonic() >= until:
                     return
                 continue
             messages, self._total = found
-            position = messages[-1].position
-            self.report.examined = max(self.report.examined, position)
+            self._position = messages[-1].position
+            self.report.examined = max(self.report.examined, self._position)
             self._handle(messages)
             if self.progress is not None:
-                self.progress(position, self._total)
+                self.progress(self._position, self._total)
 
     def _handle(self, messages: list[DeadMessage]) -> None:
         done: list[DeadMessage] = []

@@ -78,6 +78,23 @@ class HeldChannel(AckLosingChannel):
         return super().take(most)
 
 
+class SharedChannel(FakeChannel):
+    """Others take all messages after the first 200. May be lost at its first ack, which RabbitMQ has seen."""
+
+    def __init__(self, *, loses_an_ack: bool = False) -> None:
+        super().__init__(1000)
+        self._loses_an_ack = loses_an_ack
+
+    def take(self, most: int) -> list[Delivery]:
+        return [] if self._next > 200 else super().take(most)
+
+    def ack(self, deliveries: list[Delivery]) -> None:
+        if self._loses_an_ack:
+            self._loses_an_ack, self.doubtful = False, len(deliveries)
+            raise StaleDelivery("the channel was lost")
+        super().ack(deliveries)
+
+
 class StopEvent(threading.Event):
     """Does not block a wait, or is set during it."""
 
@@ -156,6 +173,7 @@ def replay(
         rate=None,
         store=None,
         namespace=None,
+        queue="orders.dead",
         guard=lambda _messages: None,
         counts_lost_connections=True,
         progress=None,
@@ -269,6 +287,27 @@ def test_messages_held_for_too_long_fail_the_run(
         replay(channel, publisher, None, Target("", "orders"), stop=StopEvent(comes=stopped))
 
 
+@pytest.mark.parametrize(("dry_run", "loses_an_ack"), [(True, False), (False, False), (False, True)])
+def test_a_replay_tells_that_others_took_messages(
+    dry_run: bool, loses_an_ack: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise, it would seem to be complete. Messages whose acks were seen are not among them."""
+    publisher = None if dry_run else FakePublisher(refuses="")
+    report = replay(SharedChannel(loses_an_ack=loses_an_ack), publisher, None, Target("", "orders"))
+    assert report.replayed == 200
+    assert "800 of 1000 messages of queue 'orders.dead' were not read" in caplog.text
+
+
+def test_a_limit_or_a_stop_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
+    stop = threading.Event()
+    stop.set()
+    replay(SharedChannel(), FakePublisher(refuses=""), 200, Target("", "orders"))
+    replay(SharedChannel(), FakePublisher(refuses=""), None, Target("", "orders"), stop=stop)
+    replay(FakeChannel(200), FakePublisher(refuses=""), None, Target("", "orders"))
+    replay(AckLosingChannel(200), FakePublisher(refuses=""), None, Target("", "orders"))
+    assert not caplog.records
+
+
 def test_an_interrupt_ends_a_run_whose_channel_is_lost() -> None:
     """Otherwise the loss would hide it, and the run would publish the rest of the queue."""
     channel, publisher, report = AckLosingChannel(1000), InterruptedPublisher(refuses=""), ReplayReport()
@@ -304,6 +343,7 @@ def test_a_stop_interrupts_the_wait_for_the_rate() -> None:
         rate=0.001,
         store=None,
         namespace=None,
+        queue="orders.dead",
         guard=lambda _messages: None,
         counts_lost_connections=True,
         progress=None,
