@@ -679,8 +679,47 @@ def test_on_40_browsing_stops_before_the_delivery_limit_drops(vhost_40: VirtualH
         with DeadLetterQueue(vhost_40.url, name) as dead:
             for look in range(18):
                 if name == "limited" and look >= 16:
-                    with pytest.raises(ConsumeError, match="delivered 16 times"):
+                    with pytest.raises(ConsumeError, match="highest count is 16;"):
                         list(dead.browse())
                     break
                 assert len(list(dead.browse())) == 2
             assert len(dead) == 2
+
+
+@pytest.mark.usefixtures("all_seen")
+def test_on_40_a_low_delivery_limit_drops_nothing(vhost_40: VirtualHost) -> None:
+    """A refused operation counts, too, so it may be repeated."""
+    limited = {"x-queue-type": "quorum", "x-delivery-limit": 5, "x-max-length": 1000}
+    with vhost_40.connect() as connection:
+        connection.channel().queue_declare("limited", durable=True, arguments=limited)
+    publish(vhost_40, numbered(2), ORDERS, "limited")
+    with DeadLetterQueue(vhost_40.url, "limited") as dead:
+        assert dead.counts_reads
+        assert len(list(dead.browse())) == 2
+        for count in (1, 2, 3, 4):
+            with pytest.raises(ConsumeError, match=rf"delivery limit \(5, .* highest count is {count};"):
+                list(dead.browse())
+            assert len(dead) == 2
+
+
+def test_lost_connections_stop_before_the_delivery_limit_drops(vhost: VirtualHost) -> None:
+    """RabbitMQ 4.3 counts a connection that is lost while it holds messages, but no requeue."""
+    with vhost.connect() as connection:
+        arguments = {"x-queue-type": "quorum", "x-delivery-limit": 20}
+        connection.channel().queue_declare("limited", durable=True, arguments=arguments)
+    publish(vhost, numbered(2), ORDERS, "limited")
+    with DeadLetterQueue(vhost.url, "limited") as dead:
+        assert not dead.counts_reads
+        for _ in range(16):
+            assert len(list(dead.browse())) == 2
+            browsing = dead.browse()
+            next(browsing)
+            assert vhost.close_connections() == 1
+            browsing.close()  # type: ignore[attr-defined]
+            wait_until(lambda: len(dead) == 2, timeout=20, what="everything back")
+        for _ in range(6):
+            with pytest.raises(ConsumeError, match=r"lost connection .* limit \(20, .* highest count is 16;"):
+                list(dead.browse())
+            with pytest.raises(ConsumeError, match="delivery limit"):
+                dead.replay(to="orders")
+        assert len(dead) == 2

@@ -22,10 +22,10 @@ from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_number, is_text, whole_number
 from reliable_mq.codec import LARGEST_BODY, CodecError, Properties, join_properties
-from reliable_mq.codec.methods import DeclareQueue, QueueState
-from reliable_mq.core.channel_setup import StepRefused
+from reliable_mq.codec.methods import QueueState
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.deadletters.filter import Filter, Statistics
 from reliable_mq.deadletters.jsonl import read_line, write_line
 from reliable_mq.deadletters.message import DeadMessage
@@ -42,7 +42,6 @@ from reliable_mq.deadletters.replay import (
 from reliable_mq.errors import (
     BrokerUnavailable,
     ConfigurationError,
-    ConsumeError,
     PublishError,
     ReliableMQError,
     UsageError,
@@ -65,11 +64,8 @@ logger = get_logger(__name__)
 _NAME: Final = "dead letters"
 _PUBLISH_TIMEOUT: Final = 60.0  # seconds
 _EVERYTHING: Final = Filter()
-_REFUSED_AT: Final = 16  # deliveries of a message if the limit may be RabbitMQ's default of 20
 _IMPORTED_AT_A_TIME: Final = 1000
 _IMPORTED_BYTES: Final = 32 * 1024 * 1024  # less than a publisher holds
-_NOT_COUNTED: Final = (4, 3)  # the first version that does not count a return as a failed delivery
-_OTHER_LIMIT: Final = "PRECONDITION_FAILED - inequivalent arg 'x-delivery-limit' for queue "
 _MANY: Final = 10_000  # the number of messages above which basic.get is too slow
 
 
@@ -79,8 +75,9 @@ class DeadLetterQueue(OfOneProcess):
     Only one operation may run at a time, on any thread. `browse`, `statistics` and `export` leave the same messages in
     the queue, in the same order if all of them were read. (A quorum queue puts requeued messages behind the others, so
     reading only some of them, with a limit, moves them.) RabbitMQ counts the deliveries: the messages are redelivered
-    from then on. On a quorum queue of RabbitMQ 4.0 to 4.2, each operation counts against the delivery limit, if the
-    queue has one (the queues that this package declares have none). During an operation, no consumer gets the messages.
+    from then on. On a quorum queue of RabbitMQ 4.0 to 4.2, each operation counts against the delivery limit, and from
+    4.3 on each lost connection, if the queue has a limit (the queues that this package declares have none). Reading is
+    refused before the limit is reached. During an operation, no consumer gets the messages.
 
     Args:
         url: The broker's URL or URLs, as for ``Publisher``.
@@ -131,8 +128,7 @@ class DeadLetterQueue(OfOneProcess):
         )
         self._channel = GetChannel(settings, name, name=_NAME)
         self._busy: str | None = None
-        self._unlimited = True
-        self._counts_lost_connections = False
+        self._limit = DeliveryLimit(name)
 
     @property
     def name(self) -> str:
@@ -149,7 +145,7 @@ class DeadLetterQueue(OfOneProcess):
         self._channel.__enter__()
         try:
             there = self._channel.check().messages
-            self._detect_delivery_limit()
+            self._limit = DeliveryLimit.of(self._channel, self._name)
             if not self._channel.use_consumers() and there > _MANY:
                 logger.warning(
                     "reading the %d messages of queue %r one by one with basic.get, which is slow on a quorum "
@@ -182,7 +178,7 @@ class DeadLetterQueue(OfOneProcess):
 
         The value is known after entering.
         """
-        return not self._unlimited
+        return self._limit.counts_reads
 
     # -- reading -------------------------------------------------------------------------------------------------------
 
@@ -201,7 +197,7 @@ class DeadLetterQueue(OfOneProcess):
         Raises:
             StaleDelivery: If the connection was lost. All messages are back in the queue.
             ConsumeError: If RabbitMQ does not deliver, which is the case for a stream and for a quorum queue with a
-                single active consumer.
+                single active consumer, or if reading again might drop messages because of a delivery limit.
             UsageError: If another operation is in progress, or outside of the ``with`` block.
         """
         with self._operation("browse"):
@@ -295,7 +291,7 @@ class DeadLetterQueue(OfOneProcess):
             ConfigurationError: If an argument is invalid. The message names it.
             BrokerUnavailable: If the connection is lost and does not come back, or if nothing of a batch could be sent
                 within 60 s, as under an alarm of the broker.
-            ConsumeError: If RabbitMQ does not deliver from this queue.
+            ConsumeError: If RabbitMQ does not deliver from this queue, or as for `browse`.
             StaleDelivery: If the connection was lost, and replayed messages may still be in the queue: RabbitMQ did not
                 deliver them again within 60 s, or they have no message id, and the limit or the stop was reached.
             IdempotencyStoreError: If the store does not respond.
@@ -322,8 +318,8 @@ class DeadLetterQueue(OfOneProcess):
                     store=None if dry_run else idempotency,
                     namespace=idempotency_namespace,
                     queue=self._name,
-                    guard=self._guard,
-                    counts_lost_connections=self._counts_lost_connections,
+                    guard=self._limit.check,
+                    counts_lost_connections=self._limit.counts_lost_connections,
                     progress=progress,
                     stop=threading.Event() if stop is None else stop,
                     body=body,
@@ -457,47 +453,11 @@ class DeadLetterQueue(OfOneProcess):
 
     # -- private -------------------------------------------------------------------------------------------------------
 
-    def _detect_delivery_limit(self) -> None:
-        """Detect whether requeuing counts against a delivery limit.
-
-        RabbitMQ 4.3 and newer do not count requeues, but connections that ended. Older versions count requeues against
-        the delivery limit of a quorum queue, which no client can query. However, the queue exists, so declaring it with
-        this package's arguments changes nothing. The declaration is accepted, or refused because of another delivery
-        limit of a quorum queue, or for another reason.
-        """
-        version = self._channel.server.version_tuple
-        ours = quorum = False
-        if not self._name.startswith("amq."):
-            queue = Queue(self._name, dead_letter=None)
-            try:
-                self._channel.perform(DeclareQueue(queue.name, arguments=queue.arguments_for(version)))
-            except StepRefused as refused:
-                quorum = refused.text.startswith(_OTHER_LIMIT)
-            else:
-                ours = quorum = True
-        self._unlimited = ours or version >= _NOT_COUNTED
-        self._counts_lost_connections = quorum and version >= _NOT_COUNTED
-
-    def _guard(self, messages: list[DeadMessage]) -> None:
-        """Refuse to continue if requeuing the messages may soon lose them.
-
-        Raises:
-            ConsumeError: If a message was delivered nearly as often as RabbitMQ's default limit allows.
-        """
-        if self._unlimited:
-            return
-        most = max(message.delivery_count for message in messages)
-        if most >= _REFUSED_AT:
-            raise ConsumeError(
-                f"messages of queue {self._name!r} were delivered {most} times, which RabbitMQ "
-                f"{self._channel.server.version} counts against the queue's delivery limit (20 unless it was changed); "
-                "past it they are dropped: replay them all, or set a policy with delivery-limit -1 on the queue"
-            )
-
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
         if self._busy is not None:
             raise UsageError(f"{self._busy}() is in progress: exhaust or close it before {name}()")
+        self._limit.check()
         self._busy = name
         try:
             yield
@@ -521,7 +481,7 @@ class DeadLetterQueue(OfOneProcess):
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
         """Read the messages that are in the queue now in batches; warn of missing ones."""
         read = total = 0
-        for batch, total in read_batches(self._channel, size, self._guard):
+        for batch, total in read_batches(self._channel, size, self._limit.check):
             read = batch[-1].position
             yield batch
             if progress is not None:

@@ -15,6 +15,7 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.errors import BrokerUnavailable, PublishReturned, StaleDelivery, TopologyMismatch
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class _Queue(DeadLetterQueue):
         if self.name not in self._broker.queues:
             raise TopologyMismatch(f"there is no queue {self.name!r}")
         self._broker.reads += 1
-        self._unlimited = not self._broker.counts_reads
+        self._limit = DeliveryLimit(self.name, 20 if self._broker.counts_reads else None, (4, 0))
         return self
 
     def __exit__(self, *_: object) -> None:
