@@ -98,7 +98,7 @@ def web(
     token = _token(token_file)
     if token is None and not _is_loopback(host):
         raise typer.BadParameter(f"--host {host} is not a loopback address: set {_TOKEN}, or give --token-file")
-    settings = parse_url(url, connection_name="reliable-mq web")
+    settings = parse_url(url)
     app = DeadLetterApp(
         url,
         queue or _found_by(settings, management_url),

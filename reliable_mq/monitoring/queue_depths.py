@@ -83,7 +83,6 @@ class QueueDepths:
             credentials=credentials,
             heartbeat=heartbeat,
             connect_timeout=connect_timeout,
-            connection_name=_NAME,
         )
         self._roles = _roles(queues)
         self._interval = seconds("interval", interval, positive=True)

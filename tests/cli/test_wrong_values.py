@@ -113,6 +113,21 @@ def test_the_page_is_not_served_with_a_wrong_management_url(run: Run, url: str) 
 @pytest.mark.parametrize(
     ("line", "text"),
     [
+        (("doctor", f"{BROKER}?name=x", "--management-url", "http://"), "--management-url must be"),
+        (("web", f"{BROKER}?name=x", "--management-url", "http://"), "--management-url must be"),
+        (("demo", "--url", f"{BROKER}?name=x"), "127.0.0.1:1: Connection refused"),
+    ],
+)
+def test_the_url_may_name_the_connection(run: Run, line: tuple[str, ...], text: str) -> None:
+    """Each command gets to its next error."""
+    status, told = run(*line)
+    assert status == 1
+    assert text in told
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
         (("doctor", "amqp://guest:guest@a..b/"), "the URL has a host"),
         (("health", "http://a..b:80/"), "the URL of the probe has a host"),
         (("doctor", BROKER, "--management-url", "http://u:p@a..b/"), "--management-url must be"),

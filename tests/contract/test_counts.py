@@ -190,6 +190,15 @@ def test_a_broker_that_is_away_is_a_warning_for_each_reason(
     assert all(record.levelno < logging.ERROR for record in caplog.records)
 
 
+def test_the_url_may_name_the_connection_of_depths(broker: ScriptedBroker) -> None:
+    registry, labels = CollectorRegistry(), {"queue": QUEUE, "role": "dead_letters"}
+    broker.count = (5, 0)
+    with QueueDepths(f"{broker.url}?name=x", [QUEUE], registry=registry, interval=0.05):
+        wait_until(
+            lambda: registry.get_sample_value("reliable_mq_queue_messages", labels), timeout=20, what="the gauge"
+        )
+
+
 def test_depths_without_a_thread_leave_nothing_behind(broker: ScriptedBroker) -> None:
     registry = CollectorRegistry()
     broker.count = (5, 0)

@@ -47,7 +47,7 @@ def demo(
     from reliable_mq.url import parse_url
 
     hide_logs()
-    settings = parse_url(url, connection_name="reliable-mq demo")
+    settings = parse_url(url)
     shop = Shop(url, settings, orders=messages, rate=rate)
     outages = Outages(kill_command, restart_command, times=_KILLS if kills is None else kills)
     raise typer.Exit(run(shop, outages, ", ".join(map(str, settings.endpoints))))

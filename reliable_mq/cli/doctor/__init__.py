@@ -38,7 +38,7 @@ def doctor(
     from reliable_mq.url import parse_url
 
     hide_logs()
-    settings = parse_url(url, connection_name="reliable-mq doctor")
+    settings = parse_url(url)
     findings = examine(url, settings, queue or [], management_url)
     if as_json:
         write_json(settings, findings)
