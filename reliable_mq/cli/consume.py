@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, BinaryIO, Final
 
 import typer
 
-from reliable_mq.cli.terminal import URL, ended_by, product
+from reliable_mq.cli.terminal import URL, ended_by, product, say
 
 if TYPE_CHECKING:
     from reliable_mq import Consumer, Delivery
@@ -29,7 +29,8 @@ def consume(
     *,
     ack: Annotated[bool, typer.Option("--ack", help="Ack each message when it is written.")] = False,
     peek: Annotated[
-        bool, typer.Option("--peek", help="Write the messages, and requeue all of them at the end.")
+        bool,
+        typer.Option("--peek", help=f"Write at most {_PEEK_MOST} messages, and requeue all of them at the end."),
     ] = False,
     count: Annotated[int | None, typer.Option(min=1, help="Maximum number of messages.")] = None,
     timeout: Annotated[
@@ -46,7 +47,7 @@ def consume(
     """Write the messages of a queue to standard output, one per line.
 
     Without --json, a message is written as its body and a line end. On a terminal, control characters are escaped. If
-    --count is not reached, the exit status is 1.
+    --count is not reached, the exit status is 1; without --count, also if --peek reaches its limit.
 
     Messages that were only peeked at, or prefetched, are requeued and marked as redelivered. A quorum queue may change
     their order, and up to RabbitMQ 4.2 it counts them against its delivery limit. A message in a pipe counts as
@@ -54,6 +55,8 @@ def consume(
     """
     if ack == peek:
         raise typer.BadParameter("give either --ack or --peek")
+    if peek and count is not None and count > _PEEK_MOST:
+        raise typer.BadParameter(f"--count is at most {_PEEK_MOST} with --peek: RabbitMQ delivers no more without acks")
     from reliable_mq.deadletters.jsonl import write_line
     from reliable_mq.sync.consumer import Consumer
 
@@ -124,6 +127,8 @@ class _Follower:
         self._signal = run_to_signal(consumer)
         if self._error is not None:
             raise self._error
+        if self._status and self._is_cut_off:
+            say(f"{self._written} messages written, the limit of --peek; more may be in the queue")
 
     def handle(self, delivery: Delivery) -> None:
         """Write a delivery. When this returns, the pipe or the file has received it."""
@@ -148,6 +153,11 @@ class _Follower:
 
         raise RetryLater(_LONG)
 
+    @property
+    def _is_cut_off(self) -> bool:
+        """Whether the prefetch is full, so that RabbitMQ delivers no further message."""
+        return self._keep and self._count is None and self._written >= _PEEK_MOST
+
     def _end(self, status: int, error: OSError | None = None) -> None:
         with self._changed:
             self._status, self._error = status, error
@@ -164,5 +174,5 @@ class _Follower:
                 elif (remaining := self._latest + self._timeout - time.monotonic()) > 0:
                     self._changed.wait(min(remaining, _POLL_EVERY))
                 else:
-                    self._status = 0 if self._count is None else 1
+                    self._status = 0 if self._count is None and not self._is_cut_off else 1
         consumer.stop()

@@ -116,6 +116,28 @@ def test_an_idle_consume_exits_1_if_fewer_came_than_asked_for(count: int | None,
     assert idle.status == status
 
 
+@pytest.mark.parametrize(
+    ("count", "keep", "status", "told"), [(None, True, 1, True), (2, True, 0, False), (None, False, 0, False)]
+)
+def test_a_peek_that_reached_its_limit_says_so(
+    count: int | None,
+    keep: bool,
+    status: int,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The broker sends no more messages than the largest prefetch."""
+    monkeypatch.setattr("reliable_mq.cli.consume._PEEK_MOST", 2)
+    peek = follower(io.BytesIO(), keep=keep, count=count, timeout=0.05)
+    for body in (b"a", b"b"):
+        with pytest.raises(RetryLater) if keep else nullcontext():
+            peek.handle(delivery(body))
+    run(peek)
+    assert peek.status == status
+    assert ("more may be in the queue" in capsys.readouterr().err) is told
+
+
 def test_an_idle_consume_does_not_end_before_it_is_connected() -> None:
     """Before the connection, a full queue looks like an empty one."""
     consumer = RunningConsumer(connected_at=4)

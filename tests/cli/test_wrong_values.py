@@ -89,6 +89,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
         (("publish", BROKER, "--json", "--header", "a=1"), "--header is for lines and files"),
         (("publish", BROKER, "--json", "--content-type", "text/plain"), "--content-type is for lines and files"),
         (("publish", BROKER, "--json", "--transient"), "--transient is for lines and files"),
+        (("consume", BROKER, QUEUE, "--peek", "--count", "65536"), "--count is at most 65535 with --peek"),
         (("web", BROKER, QUEUE, "--allow-editing"), "--allow-editing needs --allow-changes"),
         (("stage", BROKER, "orders", "staged", "--key", "foo"), "--key must be message_id, routing_key or header:NAME"),
         (
