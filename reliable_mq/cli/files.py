@@ -105,9 +105,8 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: If the file cannot be written there. Errors of the block propagate.
     """
-    target = Path(os.path.realpath(path))  # a symbolic link stays one
     try:
-        mode = target.stat().st_mode
+        mode = path.stat().st_mode
     except FileNotFoundError:
         mode = None
     if mode is not None and stat.S_ISDIR(mode):
@@ -116,6 +115,7 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         with path.open("wb") as file:
             yield file
         return
+    target = Path(os.path.realpath(path))  # a symbolic link stays one
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     try:

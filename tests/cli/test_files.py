@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from reliable_mq.cli.files import whole_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def names(directory: Path) -> list[str]:
@@ -77,6 +74,18 @@ def test_a_pipe_is_written_as_it_is(tmp_path: Path) -> None:
     reader.join(10)
     assert read == [b"new"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_pipe_that_has_no_name_is_written_as_it_is() -> None:
+    """As in ``dlq export URL q >(gzip > f)``, or to ``/dev/stdout`` in a pipeline."""
+    reading, writing = os.pipe()
+    try:
+        with whole_file(Path(f"/dev/fd/{writing}")) as file:
+            file.write(b"new")
+        assert os.read(reading, 10) == b"new"
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_directory_is_refused(tmp_path: Path) -> None:
