@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq._util.logs import given_up_logger
+from reliable_mq._util.validation import is_text
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -63,10 +64,20 @@ _USER_ALONE: Final = re.compile(r"(amqps?://[^:@/?#]+)(@.*)", re.DOTALL)
 
 
 def with_password(url: str) -> str:
-    """Return the URL. Add the environment's password if it has only a user."""
+    """Return the URL. Add the environment's password if it has only a user.
+
+    Raises:
+        ConfigurationError: If that password is not UTF-8.
+    """
     found = _USER_ALONE.fullmatch(url)
     password = os.environ.get(_PASSWORD)
-    return url if found is None or password is None else f"{found[1]}:{quote(password, safe='')}{found[2]}"
+    if found is None or password is None:
+        return url
+    if not is_text(password):  # the error of quote() would show a part of it
+        raise ConfigurationError(
+            f"{_PASSWORD} holds bytes that are not UTF-8, as of a variable in another encoding: store it in UTF-8"
+        )
+    return f"{found[1]}:{quote(password, safe='')}{found[2]}"
 
 
 URL: TypeAlias = Annotated[

@@ -330,6 +330,15 @@ def test_the_environment_password_is_for_a_user_without_one(url: str, expected: 
     assert (result.exit_code, seen) == (0, [expected])
 
 
+def test_a_password_in_another_encoding_is_no_bug(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RELIABLE_MQ_PASSWORD", "ab\udcfc")
+    monkeypatch.setattr("sys.argv", ["reliable-mq", "doctor", "amqp://shop@h"])
+    assert application.run() == 1
+    assert capsys.readouterr().err.startswith("reliable-mq: RELIABLE_MQ_PASSWORD holds bytes that are not UTF-8")
+
+
 @pytest.mark.parametrize("arguments", [["publish", "--queue", "q", "u"], ["doctor", "u"], ["dlq", "list", "u", "q"]])
 def test_a_url_in_the_wrong_place_keeps_its_password(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
