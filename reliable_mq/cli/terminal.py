@@ -9,6 +9,7 @@ Invariants:
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import json
@@ -162,8 +163,12 @@ def say(text: str, *, console: Console = errors) -> None:
 
 
 def json_text(value: object, *, indent: int | None = None) -> str:
-    """Encode as JSON for a terminal: unprintable characters become JSON escapes."""
-    return _printable_json(json.dumps(value, ensure_ascii=False, indent=indent))
+    """Encode as JSON for standard output.
+
+    Unprintable characters become JSON escapes, and with another encoding than UTF-8, all that are not ASCII.
+    """
+    in_utf_8 = codecs.lookup(sys.stdout.encoding or "ascii").name == "utf-8"  # a text in memory has no encoding
+    return _printable_json(json.dumps(value, ensure_ascii=not in_utf_8, indent=indent))
 
 
 def without_passwords(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -300,6 +301,20 @@ def test_a_log_that_cannot_be_written_changes_nothing_else(failing_log: int) -> 
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=failing_log, check=False)
     assert (done.returncode, done.stdout) == (3, b"to stdout\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_json_is_json_in_every_encoding_of_stdout(encoding: str) -> None:
+    """JSON has no escape such as ``\\xfc``."""
+    value = {"queue": "f\u00fcr \u65e5\u672c"}
+    code = (
+        "import sys; import reliable_mq.cli as c; from reliable_mq.cli import app, terminal;"
+        f"app._run = lambda: print(terminal.json_text({value})) or 0; sys.exit(c.main())"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment, check=True)
+    assert json.loads(done.stdout) == value
+    assert ("\u00fc".encode() in done.stdout) is (encoding == "utf-8")
 
 
 @pytest.mark.slow
