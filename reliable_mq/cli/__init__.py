@@ -7,7 +7,7 @@ Invariants:
 - The output of a command goes to stdout, everything else (progress, logs, errors) to stderr.
 - The exit status is 0 after success, 1 after a failure or for a value that the library refuses, 2 for a wrong command
   line, 130 after Ctrl-C, 143 after SIGTERM (0 if the command runs until then), and 141 if the reader of standard output
-  closed it early.
+  closed it early (0 for ``consume``, which then requeues the unwritten messages).
 - A failed write to stderr (its reader left, or the disk is full) ends no command. The text is dropped.
 - No output shows a password: a URL is shown as ``str(ConnectionSettings)``.
 - The library does not need this package. Without the extra ``cli`` the command explains how to install it.
