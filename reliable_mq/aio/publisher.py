@@ -17,9 +17,10 @@ from reliable_mq._util.validation import Duration
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
+from reliable_mq.engine.outbox_channel import not_configured
 from reliable_mq.engine.publisher import CLOSE_TIMEOUT, BasePublisher, ReportBuilder
 from reliable_mq.engine.steps import awaiting
-from reliable_mq.errors import PublishError
+from reliable_mq.errors import ConfigurationError, PublishError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Callable, Iterable
@@ -269,10 +270,13 @@ class AsyncPublisher(
             channel = await awaiting(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
         confirmation.callbacks = [*(confirmation.callbacks or ()), partial(done, confirmation)]
-        if channel.take(confirmation):
-            taken()
-        else:
-            await channel.wait_for_window(confirmation, taken)
+        try:
+            if channel.take(confirmation):
+                taken()
+            else:
+                await channel.wait_for_window(confirmation, taken)
+        except ConfigurationError as error:  # the channel has just ended
+            raise not_configured(error) from error
 
     def _outbox_channel_to_start(self, outbox: Outbox) -> AsyncOutboxChannel:
         started = self._started_outbox_channel

@@ -22,7 +22,7 @@ from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
 from reliable_mq.core.statistics import OutboxStatistics
 from reliable_mq.engine.channel import BaseChannel
-from reliable_mq.errors import OutboxError, UsageError
+from reliable_mq.errors import BrokerUnavailable, OutboxError, UsageError
 from reliable_mq.outbox.relay import OutboxRelay, OutboxWriter
 
 if TYPE_CHECKING:
@@ -32,11 +32,20 @@ if TYPE_CHECKING:
     from reliable_mq.core.outbox import RowSettlement
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.engine.steps import Steps
+    from reliable_mq.errors import ConfigurationError
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["ANSWER_AT_LEAST", "CLOSE_GRACE", "MAX_HANGING", "BacklogPoller", "BaseOutboxChannel", "not_open"]
+__all__ = [
+    "ANSWER_AT_LEAST",
+    "CLOSE_GRACE",
+    "MAX_HANGING",
+    "BacklogPoller",
+    "BaseOutboxChannel",
+    "not_configured",
+    "not_open",
+]
 
 logger = get_logger(__name__)
 
@@ -439,3 +448,11 @@ class BaseOutboxChannel(BaseChannel[C]):
 def not_open(outbox: Outbox, limit: float) -> OutboxError:
     """Return the error for an outbox that does not answer when it is opened."""
     return OutboxError(f"{outbox!r} was not opened within {limit:g} s: it does not answer; nothing was stored")
+
+
+def not_configured(error: ConfigurationError) -> BrokerUnavailable:
+    """Return the error for rows that wait until the connection can be configured.
+
+    The relay would take the original error for one of the row, and set the row aside.
+    """
+    return BrokerUnavailable(str(error), permanent=True)

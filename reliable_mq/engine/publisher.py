@@ -31,10 +31,10 @@ from reliable_mq.core.outbox import KeptPlaces, NewRow
 from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
 from reliable_mq.core.statistics import PublisherStatistics
 from reliable_mq.engine.confirmation import BaseConfirmation
-from reliable_mq.engine.outbox_channel import BaseOutboxChannel
+from reliable_mq.engine.outbox_channel import BaseOutboxChannel, not_configured
 from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.engine.publisher_options import PublisherOptions
-from reliable_mq.errors import PublishError, UsageError
+from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
@@ -153,9 +153,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
             ConfigurationError: If ``stuck_after`` is not a duration.
         """
         options = self._options
-        limit = options.confirm_timeout
-        if stuck_after is not None:
-            limit = seconds("stuck_after", stuck_after, positive=True)
+        limit = options.confirm_timeout if stuck_after is None else seconds("stuck_after", stuck_after, positive=True)
         closed = ""
         if self._is_forked:
             closed = "made before fork(): it belongs to the parent process"
@@ -319,13 +317,16 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
 
     def _open_for_relay(self) -> Steps[ChannelT]:
         """Return an open channel for rows of the outbox. Replace a channel that has ended."""
-        channel = self._channel or (yield from self._open(FOR_EVER))
-        if channel.fatal is not None:  # the cause may have been fixed; rows wait for that
-            with self._lock:
-                if self._channel is channel:
-                    self._former, self._channel, self._started_channel = channel, None, None
-            yield channel.close(0)
-            channel = yield from self._open(FOR_EVER)
+        try:
+            channel = self._channel or (yield from self._open(FOR_EVER))
+            if channel.fatal is not None:  # the cause may have been fixed; rows wait for that
+                with self._lock:
+                    if self._channel is channel:
+                        self._former, self._channel, self._started_channel = channel, None, None
+                yield channel.close(0)
+                channel = yield from self._open(FOR_EVER)
+        except ConfigurationError as error:
+            raise not_configured(error) from error
         return channel
 
     def _kept_places(self) -> KeptPlaces:

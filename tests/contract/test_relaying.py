@@ -1,0 +1,71 @@
+"""The relay of an outbox whose connection cannot be configured, in either API."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from reliable_mq import BrokerUnavailable, ConfigurationError, Message
+from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
+from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.sync.publisher_channel import PublisherChannel
+from reliable_mq.testing.waiting import wait_until
+from reliable_mq.tls import TLSOptions
+from tests.contract.test_health import inner
+from tests.contract.test_publishing import acking
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from reliable_mq.outbox import OutboxStatus
+    from tests.contract.scripted_broker import ScriptedBroker
+
+
+def wait_for_obstacle(publisher: Any, text: str) -> None:
+    """Wait until the relay gives this reason why it publishes nothing."""
+    relay = inner(publisher)._outbox_channel.relay
+    wait_until(lambda: isinstance(relay.error, BrokerUnavailable) and text in str(relay.error), timeout=20, what=text)
+
+
+def rows(status: OutboxStatus) -> tuple[int, int]:
+    return status.rows, status.set_aside
+
+
+def test_rows_wait_until_the_certificate_can_be_read(
+    new_publisher: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The relay reads the files again for each attempt."""
+    outbox, certificate = SQLiteOutbox(tmp_path / "outbox"), tmp_path / "tls.crt"
+    tls = TLSOptions(cert_file=certificate)
+    with new_publisher("amqps://127.0.0.1:1/", outbox=outbox, tls=tls) as publisher:
+        for _ in range(3):
+            publisher.publish(Message(b""), routing_key="q")
+        wait_for_obstacle(publisher, "tls.crt' cannot be read")
+        assert rows(outbox.status()) == (3, 0)
+        certificate.write_text("half a certificate")
+        wait_for_obstacle(publisher, "holds no PEM certificate")
+        assert rows(outbox.status()) == (3, 0)
+    said = [record.getMessage() for record in caplog.records if record.name == "reliable_mq.outbox.relay"]
+    assert len(said) == 1
+    assert "cannot publish" in said[0]
+    assert "tls.crt' cannot be read" in said[0]
+
+
+def test_rows_wait_if_the_channel_ends_before_it_takes_them(
+    broker: ScriptedBroker, new_publisher: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_channel: object, _confirmation: object) -> NoReturn:
+        raise ConfigurationError("cert_file is gone")
+
+    monkeypatch.setattr(PublisherChannel, "submit", refuse)
+    monkeypatch.setattr(AsyncPublisherChannel, "take", refuse)
+    broker.script = acking
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    with new_publisher(outbox=outbox) as publisher:
+        publisher.publish(Message(b""), routing_key="q")
+        wait_for_obstacle(publisher, "cert_file is gone")
+        assert rows(outbox.status()) == (1, 0)
+        monkeypatch.undo()
+        publisher.flush(20)
