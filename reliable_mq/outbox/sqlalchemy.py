@@ -63,6 +63,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     limit_lock_waits,
     outbox_table,
     portions,
+    refuse_old_server,
     update_by_id,
 )
 from reliable_mq.tracing import Tracing
@@ -257,6 +258,7 @@ class SQLAlchemyOutbox(OfOneProcess):
 
         Raises:
             OutboxError: If the table or its index cannot be created, or the database cannot be reached.
+            ConfigurationError: If the server is older than MariaDB 10.6 or MySQL 8.0.1.
         """
         for _ in range(_RACES):
             try:
@@ -273,7 +275,8 @@ class SQLAlchemyOutbox(OfOneProcess):
 
         Raises:
             OutboxError: If the table does not exist and ``create`` is not set, or the database cannot be reached.
-            ConfigurationError: If all transactions of the engine share a connection.
+            ConfigurationError: If all transactions of the engine share a connection, or the server is older than
+                MariaDB 10.6 or MySQL 8.0.1.
             UsageError: If called in a forked child.
         """
         if self._opened:
@@ -432,6 +435,7 @@ class SQLAlchemyOutbox(OfOneProcess):
     # Private
 
     def _make(self, connection: Connection) -> None:
+        refuse_old_server(connection.dialect)
         self.table.create(connection, checkfirst=True)
         for index in self.table.indexes:  # a process may have created the table and died before it created the index
             index.create(connection, checkfirst=True)
@@ -443,7 +447,8 @@ class SQLAlchemyOutbox(OfOneProcess):
         return self._do_in_time(work, "opening")
 
     def _inspect_table(self, connection: Connection) -> None:
-        """Warn if the table lacks the index or compares ordering keys loosely."""
+        """Refuse an old server, and warn of a missing index or a loose collation."""
+        refuse_old_server(connection.dialect)
         seen, name, schema = sa.inspect(connection), self.table.name, connection.schema_for_object(self.table)
         index = ["ordering_key", "id"]
         if not any(one["column_names"][:2] == index for one in seen.get_indexes(name, schema)):

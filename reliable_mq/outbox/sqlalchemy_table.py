@@ -26,6 +26,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.validation import lock_timeout
+from reliable_mq.errors import ConfigurationError
 
 __all__ = [
     "COLLATES",
@@ -46,6 +47,7 @@ __all__ = [
     "limit_lock_waits",
     "outbox_table",
     "portions",
+    "refuse_old_server",
     "skips_locked",
     "update_by_id",
 ]
@@ -148,6 +150,22 @@ def ddl(table: sa.Table, dialect: Dialect) -> str:
 def skips_locked(connection: sa.Connection) -> bool:
     """Return whether the database supports ``FOR UPDATE SKIP LOCKED``."""
     return connection.dialect.name in _SKIP_LOCKED
+
+
+def refuse_old_server(dialect: Dialect) -> None:
+    """Raise ConfigurationError if MariaDB or MySQL is older than ``SKIP LOCKED``."""
+    if dialect.name not in _MYSQL:
+        return
+    server, first = ("MariaDB", (10, 6)) if getattr(dialect, "is_mariadb", False) else ("MySQL", (8, 0, 1))
+    version = dialect.server_version_info
+    if version is not None and version < first:
+        raise ConfigurationError(
+            f"an outbox needs {server} {_dotted(first)} or later, for SKIP LOCKED, not {_dotted(version)}"
+        )
+
+
+def _dotted(version: Sequence[object]) -> str:
+    return ".".join(map(str, version))
 
 
 def database_time(connection: sa.Connection) -> float:
