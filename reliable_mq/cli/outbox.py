@@ -130,6 +130,7 @@ def relay(
     if timeout is not None and not until_empty:
         raise typer.BadParameter("--timeout needs --until-empty: without it, the relay runs until a signal")
     from reliable_mq import Publisher
+    from reliable_mq.codec import LARGEST_BODY
 
     received: SimpleQueue[int] = SimpleQueue()
     waits_for_signals = False
@@ -153,7 +154,13 @@ def relay(
             metrics_served(metrics_address, metrics_port) as registry,
             _outbox(where, table, schema, create=create, lease=lease) as box,
             _left_reported(box),
-            Publisher(url, outbox=box, name="reliable-mq outbox relay", registry=registry) as publisher,
+            Publisher(
+                url,
+                outbox=box,
+                name="reliable-mq outbox relay",
+                max_message_bytes=LARGEST_BODY,  # the broker applies its own limit
+                registry=registry,
+            ) as publisher,
         ):
             try:
                 _connect(publisher, patient=not until_empty)

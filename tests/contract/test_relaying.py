@@ -1,11 +1,15 @@
-"""The relay of an outbox whose connection cannot be configured, in either API."""
+"""The relay of an outbox: a connection that cannot be configured, and large rows."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from reliable_mq import BrokerUnavailable, ConfigurationError, Message
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
+from reliable_mq.core.outbox import NewRow
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.publisher_channel import PublisherChannel
 from reliable_mq.testing.waiting import wait_until
@@ -69,3 +73,16 @@ def test_rows_wait_if_the_channel_ends_before_it_takes_them(
         assert rows(outbox.status()) == (1, 0)
         monkeypatch.undo()
         publisher.flush(20)
+
+
+def test_the_relay_command_has_no_limit_of_its_own(broker: ScriptedBroker, tmp_path: Path) -> None:
+    """The publisher that stored the row, and the broker, may have larger limits than the default."""
+    broker.script = acking
+    message = Message(bytes(17 * 1024 * 1024))
+    with closing(SQLiteOutbox(tmp_path / "outbox")) as outbox:
+        outbox.open()
+        outbox.write([NewRow(message, "", "q", True, None)], [])
+        command = [sys.executable, "-m", "reliable_mq.cli", "outbox", "relay", broker.url, str(tmp_path / "outbox")]
+        subprocess.run([*command, "--until-empty", "--timeout", "30"], check=True, timeout=60)
+        assert rows(outbox.status()) == (0, 0)
+    assert [published.message_id for published in broker.published] == [message.message_id]
