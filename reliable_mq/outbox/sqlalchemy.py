@@ -557,8 +557,9 @@ class SQLAlchemyOutbox(OfOneProcess):
                     if not attempts or (left is not None and left <= 0) or error_code(error) not in CONFLICTS:
                         raise
         except SQLAlchemyError as error:
-            # The text of SQLAlchemy's error contains the statement's parameters, and so the bodies of messages.
-            cause = getattr(error, "orig", None) or type(error).__name__
+            # The text of an error of a statement contains its parameters, and so the bodies of messages.
+            exhausted = isinstance(error, sa.exc.TimeoutError)  # the engine's pool
+            cause = error if exhausted else getattr(error, "orig", None) or type(error).__name__
             raise OutboxError(f"{what} failed in {self!r}: {cause}") from error
         except ReliableMQError:
             raise

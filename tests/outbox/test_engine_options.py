@@ -136,6 +136,15 @@ def test_an_outbox_leaves_the_pool_of_its_engine_alone(
         assert pool.checkedin() == pool.checkedout() == 0
 
 
+def test_an_exhausted_pool_is_named(tmp_path: Path) -> None:
+    engine = sa.create_engine(
+        f"sqlite:///{tmp_path / 'main.db'}", poolclass=sa.QueuePool, pool_size=1, max_overflow=0, pool_timeout=0.1
+    )
+    with engine.connect(), pytest.raises(OutboxError, match="QueuePool limit of size 1 overflow 0 reached"):
+        SQLAlchemyOutbox(engine).open()
+    engine.dispose()
+
+
 def test_parameters_stay_hidden(engine: sa.Engine | AsyncEngine, outbox: SQLAlchemyOutbox) -> None:
     outbox.open()
     with pytest.raises(OutboxError) as caught:
