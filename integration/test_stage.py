@@ -407,6 +407,18 @@ def test_a_relay_with_fewer_partitions_is_refused(vhost: VirtualHost, partitions
         assert relay.wait_moved(DEADLINE)
 
 
+def test_a_waiting_relay_is_refused_once_a_partition_was_added(vhost: VirtualHost) -> None:
+    """It does not read the end of the new partition, so it must not take over."""
+    publish(vhost.url, "orders", 10, type="quorum")
+    with relaying(vhost.url, partitions=2) as first, relaying(vhost.url, partitions=2) as waiting:
+        assert first.wait_moved(DEADLINE)
+        waiting.wait_declared(DEADLINE)
+        with relaying(vhost.url, partitions=3) as third:
+            third.wait_declared(DEADLINE)
+            assert waiting.wait_ended(DEADLINE)
+            assert "has a partition 'stage-2', which would not be read" in str(waiting.error)
+
+
 def test_f70_of_two_relays_one_moves_and_the_other_takes_over(vhost: VirtualHost) -> None:
     """The second relay waits and moves nothing."""
     publish(vhost.url, "orders", 500, type="quorum")

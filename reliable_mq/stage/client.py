@@ -193,8 +193,9 @@ class RelayClient(NullListener):
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         """Declare the stage once and later only check it; then consume the lock."""
         options = self._options
-        if self.declared_at is None:
+        if self.declared_at is None or not options.fewer_partitions:  # another relay may have added one meanwhile
             yield from self._check_partitions()
+        if self.declared_at is None:
             try:
                 yield from publisher_setup(options.topology(), server.version_tuple)
             except TopologyMismatch as mismatch:
@@ -222,9 +223,9 @@ class RelayClient(NullListener):
         except TopologyMismatch:  # it does not exist
             return
         if not options.fewer_partitions:
-            raise ConfigurationError(
-                f"{options.more_partitions}, or use a stage of another name if that queue is not a partition"
-            )
+            text = f"{options.more_partitions}, or use a stage of another name if that queue is not a partition"
+            self._end(ConfigurationError(text))  # a relay that was set up before would try again
+            raise ConfigurationError(text)
         logger.warning("%s: %s; continuing all the same", self, options.more_partitions)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
