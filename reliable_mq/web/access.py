@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 from urllib.parse import urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
@@ -116,7 +117,7 @@ class Guard:
                     headers["Cache-Control"] = "no-store"
             await send(message)
 
-        refusal = self._refusal(request) or self._unknown(request, path)
+        refusal = self._refusal(request) or await self._unknown(request, path)
         await (self._app if refusal is None else refusal)(scope, receive, guarded)
 
     def sign_in(self, request: Request, token: str, name: str) -> Response | None:
@@ -170,10 +171,10 @@ class Guard:
             return _refused("the request was made by another site")
         return None
 
-    def _unknown(self, request: Request, path: str) -> Response | None:
+    async def _unknown(self, request: Request, path: str) -> Response | None:
         """Set the request's user. Return a refusal if the user is not known, else None."""
-        user = self._name(request)
-        request.state.user = user or ""
+        user = await run_in_threadpool(self._named_by_service, request) if self._user else self._name(request)
+        request.state.reliable_mq_user = user or ""  # the service that mounts the page may have a user of its own
         if user is not None or (self.has_token and path.startswith(_OPEN)):
             return None
         if not self.has_token:
@@ -183,10 +184,11 @@ class Guard:
             return RedirectResponse(f"{request.scope.get('root_path', '')}/sign-in", 303)
         return PlainTextResponse("sign in first\n", 401, {"WWW-Authenticate": "Bearer"})
 
+    def _named_by_service(self, request: Request) -> str | None:
+        name: object = None if self._user is None else self._user(request)
+        return name if isinstance(name, str) and name.strip() else None
+
     def _name(self, request: Request) -> str | None:
-        if self._user is not None:
-            name: object = self._user(request)
-            return name if isinstance(name, str) and name.strip() else None
         if self._token is None:
             return _named("", request) if _is_local(request) else None
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
+import anyio
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -45,6 +46,7 @@ _ALL_GROUPS: Final = 500
 _LARGEST_FORM: Final = 1024 * 1024  # bytes
 _READ_WITHIN: Final = 1.0  # seconds for which a page waits for a reading before it shows the progress
 _LETTER_WITHIN: Final = 60.0  # seconds for which a page waits for a letter whose content is not kept
+_CHECKED_EVERY: Final = 0.02  # seconds between two checks whether it is read
 _NOT_READ: Final = "The letter has not been read yet, because operations on this queue go on."
 _GONE: Final = "This letter is not in the queue: it was replayed or deleted."
 _EDIT_ELSEWHERE: Final = (
@@ -108,7 +110,7 @@ class Pages:
         queue = await self._queue(fields)
         reading = self._operations.reading(queue)
         if reading is None:
-            job = self._operations.read(queue, request.state.user)
+            job = self._operations.read(queue, _user(request))
             await run_in_threadpool(job.wait, _READ_WITHIN)
             reading = self._operations.reading(queue)
             if reading is None:
@@ -168,7 +170,7 @@ class Pages:
     async def read(self, request: Request) -> Response:
         fields = await _form(request)
         queue = await self._queue(fields)
-        job = self._operations.read(queue, request.state.user)
+        job = self._operations.read(queue, _user(request))
         await run_in_threadpool(job.wait, _READ_WITHIN)
         return self._to_reading(request, job, fields.get("choice"))
 
@@ -195,7 +197,7 @@ class Pages:
         if go:
             try:
                 options = _options(fields, dry_run=go != "replay")
-                return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
+                return self._to_job(request, self._operations.replay(queue, choice, _user(request), options))
             except ConfigurationError as error:
                 wrong = str(error)
         given = {"target": "origin", "to": "", "rate": "", "limit": ""}
@@ -212,7 +214,7 @@ class Pages:
         if fields.get("go"):
             typed = fields.typed("name")
             if queue in (typed, typed.strip()):
-                return self._to_job(request, self._operations.purge(queue, choice, request.state.user))
+                return self._to_job(request, self._operations.purge(queue, choice, _user(request)))
             wrong = "The name is not that of the queue. Nothing was deleted."
         return await self._ask(request, "purge.html", queue, choice, title="Delete permanently", wrong=wrong)
 
@@ -243,13 +245,13 @@ class Pages:
             return self._edit_form(request, queue, letter.fingerprint, message.message_id or "", message.body)
         choice = Choice.of_pairs([("letter", letter.fingerprint)])
         options = ReplayOptions(body=typed, limit=1)
-        return self._to_job(request, self._operations.replay(queue, choice, request.state.user, options))
+        return self._to_job(request, self._operations.replay(queue, choice, _user(request), options))
 
     async def export(self, request: Request) -> Response:
         fields = await _form(request)
         queue = await self._queue(fields)
         choice = _choice(fields)
-        return self._to_job(request, self._operations.export(queue, choice, request.state.user))
+        return self._to_job(request, self._operations.export(queue, choice, _user(request)))
 
     async def job(self, request: Request) -> Response:
         """Return an operation and its progress, or only the part that is refreshed."""
@@ -265,7 +267,7 @@ class Pages:
         job = self._job(await _form(request))
         if job.kind in ("replay", "purge"):
             self._need_changes()
-        job.stop_by(request.state.user)
+        job.stop_by(_user(request))
         await run_in_threadpool(job.wait, _READ_WITHIN)
         return self._to_job(request, job)
 
@@ -308,7 +310,7 @@ class Pages:
 
         common = {
             "at": at,
-            "user": getattr(request.state, "user", ""),
+            "user": _user(request),
             "broker": self._source.broker,
             "allow_changes": self._allow_changes,
             "allow_editing": self._allow_editing,
@@ -336,8 +338,8 @@ class Pages:
         """
         reading = self._operations.reading(queue)
         if reading is None:
-            job = self._operations.read(queue, request.state.user)
-            await run_in_threadpool(job.wait, _LETTER_WITHIN)
+            job = self._operations.read(queue, _user(request))
+            await _end_of(job)
             reading = self._operations.reading(queue)
             if reading is None:
                 return job.error or _NOT_READ
@@ -346,8 +348,8 @@ class Pages:
             return ""
         message = letter.message()
         if message is None:
-            job = self._operations.read_letter(queue, fingerprint, request.state.user)
-            await run_in_threadpool(job.wait, _LETTER_WITHIN)
+            job = self._operations.read_letter(queue, fingerprint, _user(request))
+            await _end_of(job)
             message = letter.message()
             if message is None:
                 # A letter that was found is not kept if an operation has dropped the reading.
@@ -521,6 +523,19 @@ def _options(fields: Fields, *, dry_run: bool) -> ReplayOptions:
     return ReplayOptions(
         to=to, as_published=target == "published", rate=rate, limit=fields.number("limit"), dry_run=dry_run
     )
+
+
+def _user(request: Request) -> str:
+    """Return the user's name, which is empty on a page that needs none, as to sign in."""
+    name: str = getattr(request.state, "reliable_mq_user", "")
+    return name
+
+
+async def _end_of(job: Job) -> None:
+    """Wait for a job without a thread of the pool, which the whole service shares."""
+    with anyio.move_on_after(_LETTER_WITHIN):
+        while not job.is_over:  # noqa: ASYNC110  # it ends on a thread
+            await anyio.sleep(_CHECKED_EVERY)
 
 
 def _matching(reading: QueueReading, choice: Choice) -> Sequence[Letter]:

@@ -186,6 +186,34 @@ def test_the_service_decides_who_a_user_is(page: Page) -> None:
     assert "begun by Grace" in browser.post("/replay", data=form).text
 
 
+def test_the_user_is_looked_up_beside_the_event_loop(page: Page) -> None:
+    """The function may ask a database."""
+    loops: list[object] = []
+
+    def user(_request: Request) -> str:
+        try:
+            loops.append(asyncio.get_running_loop())
+        except RuntimeError:
+            loops.append(None)
+        return "Grace"
+
+    assert page(user=user, client="10.0.0.7").get("/").status_code == 200
+    assert set(loops) == {None}
+
+
+def test_the_user_of_the_mounting_service_stays(page: Page) -> None:
+    guarded = page(user=lambda _request: "Grace").app
+    users: list[object] = []
+
+    async def service(scope: Any, receive: Any, send: Any) -> None:
+        scope["state"] = state = {"user": "of the service"}
+        await guarded(scope, receive, send)
+        users.append(state["user"])
+
+    assert TestClient(service, "http://localhost").get("/").status_code == 200
+    assert users == ["of the service"]
+
+
 @pytest.mark.filterwarnings("ignore:coroutine 'sleep' was never awaited")
 @pytest.mark.parametrize("answer", [lambda: False, lambda: True, str, lambda: " ", object, lambda: asyncio.sleep(0)])
 def test_only_a_name_admits_a_user(page: Page, answer: Callable[[], Any]) -> None:

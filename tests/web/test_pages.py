@@ -5,6 +5,7 @@ No page of these changes a queue.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import threading
@@ -14,12 +15,13 @@ from datetime import UTC, datetime, timedelta
 from html import unescape
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 
 from reliable_mq import Message
 from reliable_mq.core import headers
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
-from reliable_mq.testing.waiting import wait_until
+from reliable_mq.testing.waiting import until, wait_until
 from reliable_mq.web import DeadLetterApp
 from reliable_mq.web.jobs import Job, Jobs
 from reliable_mq.web.operations import Operations
@@ -124,6 +126,24 @@ def test_the_list_reads_few_queues_at_a_time(page: Page, broker: MemoryBroker, m
         assert browser.get("/?part=list").text.count("reading…") == 8
     broker.reading.set()
     read_all(browser)
+
+
+def test_waiting_for_letters_takes_no_threads_of_the_service(page: Page, broker: MemoryBroker) -> None:
+    """The thread pool of a service that mounts the page has 40 threads for all its plain functions."""
+    broker.add("orders.dead", letter(1))
+    broker.reading.clear()
+    transport = httpx.ASGITransport(page().app, client=("127.0.0.1", 50000))
+
+    async def visit() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as browser:
+            letters = [asyncio.create_task(browser.get("/letter?queue=orders.dead&id=none")) for _ in range(50)]
+            await until(lambda: any(one.name == "dead letters orders.dead" for one in threading.enumerate()), 20)
+            assert (await asyncio.wait_for(browser.get("/"), 20)).status_code == 200
+            assert not any(task.done() for task in letters)
+            broker.reading.set()
+            assert {answer.status_code for answer in await asyncio.gather(*letters)} == {404}
+
+    asyncio.run(visit())
 
 
 def test_the_list_forgets_no_reading_of_a_user(page: Page, broker: MemoryBroker, many_queues: list[str]) -> None:
