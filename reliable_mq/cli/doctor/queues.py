@@ -193,7 +193,8 @@ def examine_dead_letters(
             f"a delivery limit of {limit}: up to RabbitMQ 4.2, each browse of dead letters (reliable-mq dlq, the "
             f"management UI) counts, and after {limit + 1} of them the messages are dropped"
         )
-        yield _warning(queue, "dead letters kept", text, "Set delivery-limit to -1 by a policy.")
+        fix = "Set delivery-limit to -1 where it is set: by its policy, or in the declaration of a new queue."
+        yield _warning(queue, "dead letters kept", text, fix)
     if not queue.messages:
         return
     text = f"a dead-letter queue that holds {queue.messages:,} messages"
