@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from sqlalchemy import Engine
+    from sqlalchemy import Connection, Engine, Transaction
 
     from integration.support.databases import Database
     from reliable_mq.core.outbox import OutboxRow
@@ -110,6 +110,62 @@ def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) ->
             taken = pool.submit(take, claims).result(10)
     assert [row.message.body for row in taken] == [b"b", b"d", b"e"]
     assert [row.message.body for row in take(claims)] == [b"a", b"c", b"0", b"1"]
+
+
+def test_rows_of_a_late_commit_keep_their_order(table: TableOutbox) -> None:
+    """The commit is between the choice of a key's first row and the search for those behind it."""
+    claims: Any = table.outbox.claims()
+    search = claims._next_of_keys
+    with table.engine.connect() as user:
+        late = stores_around(table.outbox, user)
+
+        def commit_first(*args: Any) -> Any:
+            late.commit()
+            claims._next_of_keys = search
+            return search(*args)
+
+        claims._next_of_keys = commit_first
+        rows = take(claims)
+    assert [row.message.body for row in rows] == [b"10"]
+    rows += take(claims)
+    assert [row.message.body for row in rows] == [b"10", b"5"]
+    report(table.outbox, claims, rows, RowOutcome.CONFIRMED)
+    assert [row.message.body for row in take(claims)] == [b"11", b"20"]
+
+
+def test_two_relays_take_no_row_of_a_late_commit_twice(table: TableOutbox) -> None:
+    """A relay has locked the first row of a key as a row with a lower id is committed."""
+    one: Any = table.outbox.claims()
+    other = table.outbox.claims()
+    mark, locked, go_on = one._mark, threading.Event(), threading.Event()
+
+    def pause(*args: Any) -> None:
+        locked.set()
+        assert go_on.wait(20)
+        mark(*args)
+
+    one._mark = pause
+    with ThreadPoolExecutor(2) as pool, table.engine.connect() as user:
+        late = stores_around(table.outbox, user)
+        first = pool.submit(take, one)
+        assert locked.wait(10)
+        late.commit()
+        second = pool.submit(take, other)
+        wait([second], 2)
+        go_on.set()
+        rows = [row.message.body for row in first.result(10)]
+        assert [row.message.body for row in second.result(10)] == [b"5"]
+    assert rows[0] == b"10"
+    assert b"5" not in rows
+
+
+def stores_around(outbox: SQLAlchemyOutbox, user: Connection) -> Transaction:
+    """Store rows of one key, the first and the last ones in a transaction that stays open."""
+    late = user.begin()
+    outbox.add(user, Message(b"5"), routing_key="q", ordering_key="key")
+    store(outbox, "10", "11", key="key")
+    outbox.add(user, Message(b"20"), routing_key="q", ordering_key="key")
+    return late
 
 
 @pytest.mark.parametrize("kind", ["postgresql", "mariadb", "mysql"])

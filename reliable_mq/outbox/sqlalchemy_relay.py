@@ -11,9 +11,10 @@ and only as many delayed ones as the relay allows.
 
 Invariants:
 
-- a relay takes the first remaining row of an ordering key, and the rows behind it. So no other relay can have a row of
-  the key at the same time, whatever others committed meanwhile. A row that was the first in any snapshot stays the
-  first until it is removed, so a relay may search for it before locking it;
+- a relay takes the first remaining row of an ordering key, and the rows behind it. A transaction that commits late may
+  still store a row before them, which is another relay's or the next take's, and has no order with them;
+- the rows of a transaction stay in order: the rows behind are those of one snapshot, in which the locked row is still
+  the first of its key. None of them is marked before it is locked, too, and the first that another relay has ends them;
 - a row that is not ready (delayed, set aside, of a newer format, claimed) holds the rows behind it because it is still
   in the table;
 - every claim has a unique name, which distinguishes the rows of one transaction from rows that this relay had before,
@@ -29,6 +30,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from itertools import takewhile
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import and_, case, func, literal, or_, select, union_all, update
@@ -182,16 +185,14 @@ class SQLAlchemyRowLeases:
         if not locks:  # acquire the write lock first: after a read, the database may refuse it
             self._mark(connection, [-1], name, until)
         ids = self._choose(connection, limit, retries, now)
-        first = [
-            row for some in portions(ids) for row in (self._lock if locks else self._update)(connection, some, now)
-        ]
-        if locks:
-            self._mark(connection, [row.id for row in first], name, until)
+        first = self._acquire(connection, [[number] for number in ids], now, locks)
         # Rows behind one that failed before wait in the table, because it may fail again.
         heads = {row.ordering_key: row.id for row in first if row.ordering_key is not None and not row.attempts}
-        behind = self._next_of_keys(connection, heads, max(limit - len(first), _BEHIND), now)
-        self._mark(connection, [row.id for row in behind], name, until)
-        return sorted([*first, *behind], key=lambda row: int(row.id))
+        runs = self._next_of_keys(connection, heads, max(limit - len(first), _BEHIND), now)
+        taken = sorted([*first, *self._acquire(connection, runs, now, locks)], key=lambda row: int(row.id))
+        if locks:
+            self._mark(connection, [row.id for row in taken], name, until)
+        return taken
 
     def _choose(self, connection: Connection, limit: int, retries: int, now: float) -> list[int]:
         """Return the oldest ids of due rows without a key and due first rows of keys."""
@@ -281,6 +282,18 @@ class SQLAlchemyRowLeases:
         found = select(keys.c.place, keys.c.key, at.scalar_subquery()).where(keys.c.key.is_not(None))
         return [(key, number) for _, key, number in sorted(map(tuple, connection.execute(found)))]
 
+    def _acquire(
+        self, connection: Connection, runs: Sequence[Sequence[int]], now: float, locks: bool
+    ) -> list[Row[Any]]:
+        """Lock or claim the rows of each run, up to the first that cannot be taken."""
+        acquire = self._lock if locks else self._update
+        ids = sorted(number for run in runs for number in run)
+        found = {row.id: row for some in portions(ids) for row in acquire(connection, some, now)}
+        taken = [found[number] for run in runs for number in takewhile(found.__contains__, run)]
+        if not locks:
+            self._mark(connection, sorted(found.keys() - {row.id for row in taken}), None, 0.0)
+        return taken
+
     def _lock(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
         """Lock and return the rows that are still due and not locked by another relay."""
         columns = self._table.c
@@ -303,34 +316,32 @@ class SQLAlchemyRowLeases:
         mine = self._select(literal(value=False)).where(columns.id.in_(ids), columns.claimed_by == name)
         return list(connection.execute(mine.order_by(columns.id)))
 
-    def _next_of_keys(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[Row[Any]]:
-        """Return the next rows of these keys, which no other relay can take now."""
+    def _next_of_keys(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[list[int]]:
+        """Return the ids of the due rows next to each of these, if it is still the first of its key."""
         columns = self._table.c
         each = min(limit, self._affordable) // len(heads) if heads else 0
         if not each:
             return []
-        behind: list[Row[Any]] = []
+        runs: list[list[int]] = []
         keys = list(heads.items())
         for start in range(0, len(keys), _KEYS_BEHIND):
+            some = keys[start : start + _KEYS_BEHIND]
             queries = []
-            for place, (key, head) in enumerate(keys[start : start + _KEYS_BEHIND]):
+            for place, (key, _) in enumerate(some):
                 # The index has this range and order. For an equality, a database might use the other index.
-                mine = and_(columns.ordering_key >= key, columns.ordering_key <= key, columns.id > head)
-                rows = (
-                    self._select().add_columns(self._due(now).label("due"), literal(place).label("place")).where(mine)
-                )
-                queries.append(select(rows.order_by(columns.ordering_key, columns.id).limit(each).subquery()))
-            ended: set[int] = set()
-            for row in sorted(connection.execute(union_all(*queries)), key=lambda row: (row.place, row.id)):
-                if row.place in ended:
-                    continue
-                if row.due:
-                    behind.append(row)
-                else:
-                    ended.add(row.place)
-        return behind
+                mine = and_(columns.ordering_key >= key, columns.ordering_key <= key)
+                rows = select(columns.id, self._due(now).label("due"), literal(place).label("place")).where(mine)
+                queries.append(select(rows.order_by(columns.ordering_key, columns.id).limit(each + 1).subquery()))
+            found: list[list[tuple[int, bool]]] = [[] for _ in some]
+            for number, due, place in sorted(map(tuple, connection.execute(union_all(*queries)))):
+                found[place].append((number, due))
+            for (_, head), rows_of_key in zip(some, found, strict=True):
+                (first, _), *behind = rows_of_key
+                if first == head:
+                    runs.append([number for number, _ in takewhile(itemgetter(1), behind)])
+        return runs
 
-    def _mark(self, connection: Connection, ids: Sequence[int], name: str, until: float) -> None:
+    def _mark(self, connection: Connection, ids: Sequence[int], name: str | None, until: float) -> None:
         for some in portions(ids):
             mine = update_by_id(self._table, connection.dialect).where(self._table.c.id.in_(some))
             connection.execute(mine.values(claimed_by=name, claimed_until=until))
