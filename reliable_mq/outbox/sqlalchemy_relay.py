@@ -7,7 +7,8 @@ stay claimed. After the lease, any relay may take them, and they are marked as p
 Rows without a key are found in the order of their ids, and the first row of each key in the order of the keys, each
 with one search of the index of key and id. A relay iterates over the keys cyclically, starting where its last take
 ended, so a take costs no more if a million rows wait behind the first ones. The oldest rows of both searches are taken,
-and only as many delayed ones as the relay allows.
+and only as many delayed ones as the relay allows. The statement that locks them reads their sizes, and each body that
+is not larger than its share of a take. If larger bodies fit, too, another statement reads them.
 
 Invariants:
 
@@ -30,7 +31,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from itertools import takewhile
+from itertools import accumulate, takewhile
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -75,7 +76,7 @@ _KEYS_BEHIND: Final = 50  # keys whose rows one statement reads
 _KEYS_AT_LEAST: Final = 100  # keys read in one statement
 _KEYS_AT_MOST: Final = 5000  # keys read per take; the next take continues there
 _ROWS_AT_FIRST: Final = 32  # rows per take while their size is unknown
-_BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # approximate
+_BYTES_PER_TAKE: Final = 8 * 1024 * 1024  # of the first rows, and of those behind them
 _KEEP_EVERY: Final = 5.0  # seconds
 
 
@@ -285,22 +286,31 @@ class SQLAlchemyRowLeases:
     def _acquire(
         self, connection: Connection, runs: Sequence[Sequence[int]], now: float, locks: bool
     ) -> list[Row[Any]]:
-        """Lock or claim the rows of each run, up to the first that cannot be taken."""
+        """Lock or claim rows, as many as fit in memory.
+
+        Of each run, the first row that cannot be taken ends it.
+        """
         acquire = self._lock if locks else self._update
         ids = sorted(number for run in runs for number in run)
-        found = {row.id: row for some in portions(ids) for row in acquire(connection, some, now)}
-        taken = [found[number] for run in runs for number in takewhile(found.__contains__, run)]
+        share = _BYTES_PER_TAKE // max(len(ids), 1)
+        found = {row.id: row for some in portions(ids) for row in acquire(connection, some, now, share)}
+        taken = sorted(number for run in runs for number in takewhile(found.__contains__, run))
+        sizes = accumulate(found[number].size for number in taken)
+        del taken[max(sum(size <= _BYTES_PER_TAKE for size in sizes), 1) :]
         if not locks:
-            self._mark(connection, sorted(found.keys() - {row.id for row in taken}), None, 0.0)
-        return taken
+            self._mark(connection, sorted(found.keys() - set(taken)), None, 0.0)
+        for some in portions([number for number in taken if found[number].body is None]):
+            query = self._select().where(self._table.c.id.in_(some))
+            found.update((row.id, row) for row in connection.execute(query))
+        return [found[number] for number in taken]
 
-    def _lock(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
+    def _lock(self, connection: Connection, ids: Sequence[int], now: float, share: int) -> list[Row[Any]]:
         """Lock and return the rows that are still due and not locked by another relay."""
         columns = self._table.c
-        query = self._select().where(columns.id.in_(ids), self._due(now)).order_by(columns.id)
+        query = self._select(share).where(columns.id.in_(ids), self._due(now)).order_by(columns.id)
         return list(connection.execute(query.with_for_update(skip_locked=True)))
 
-    def _update(self, connection: Connection, ids: Sequence[int], now: float) -> list[Row[Any]]:
+    def _update(self, connection: Connection, ids: Sequence[int], now: float, share: int) -> list[Row[Any]]:
         """Claim and return the rows that are still due. Other writers wait for this."""
         columns, name = self._table.c, self._claim_name
         connection.execute(
@@ -313,11 +323,14 @@ class SQLAlchemyRowLeases:
             )
         )
         # possible_duplicate is now set if the row was claimed before.
-        mine = self._select(literal(value=False)).where(columns.id.in_(ids), columns.claimed_by == name)
+        mine = self._select(share).where(columns.id.in_(ids), columns.claimed_by == name)
         return list(connection.execute(mine.order_by(columns.id)))
 
     def _next_of_keys(self, connection: Connection, heads: dict[str, int], limit: int, now: float) -> list[list[int]]:
-        """Return the ids of the due rows next to each of these, if it is still the first of its key."""
+        """Return the ids of the due rows next to each head.
+
+        There are none if the head is no longer the first row of its key.
+        """
         columns = self._table.c
         each = min(limit, self._affordable) // len(heads) if heads else 0
         if not each:
@@ -405,7 +418,15 @@ class SQLAlchemyRowLeases:
         unnamed = columns.claimed_by.startswith(UNNAMED_BOOT)
         return case((unnamed, too_late), else_=~columns.claimed_by.startswith(self._boot))
 
-    def _select(self, was_claimed: ColumnElement[bool] | None = None) -> Select[Any]:
+    def _select(self, share: int | None = None) -> Select[Any]:
+        """Return a query of rows and their sizes.
+
+        A body that is larger than ``share`` is None.
+        """
         columns = self._table.c
-        claimed = columns.claimed_by.is_not(None) if was_claimed is None else was_claimed
-        return select(columns.id, claimed.label("was_claimed"), *(columns[name] for name in COLUMNS))
+        size = func.length(columns.body)
+        body = columns.body if share is None else case((size <= share, columns.body))
+        # The claim may be this one.
+        claimed = func.coalesce(columns.claimed_by, self._claim_name) != self._claim_name
+        values = (body.label(name) if name == "body" else columns[name] for name in COLUMNS)
+        return select(columns.id, claimed.label("was_claimed"), *values, size.label("size"))

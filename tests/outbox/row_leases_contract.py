@@ -352,6 +352,30 @@ class RowLeasesContract:
         while len(take(small, 500)) < 100:
             assert table.outbox.backlog()[0] == 64 + 200
 
+    @pytest.mark.parametrize("key", ["key", None])
+    def test_large_messages_after_small_ones_fit_in_memory(self, table: TableOutbox, key: str | None) -> None:
+        """A relay that has taken small messages by the hundred does not read as many large ones at once.
+
+        With a key, the first row is chosen, and the others are behind it.
+        """
+        claims, other = table.outbox.claims(), table.outbox.claims()
+        store(table.outbox, *["x" * 10] * 600)
+        while rows := take(claims, 500):
+            done = [RowSettlement(row, RowOutcome.CONFIRMED) for row in rows]
+            table.outbox.write([], done)
+            claims.written(done)
+        store(table.outbox, *(f"{number}".zfill(2**20) for number in range(12)), key=key)
+        rows = take(claims, 500)
+        assert [int(row.message.body[-2:]) for row in rows] == list(range(8 if key is None else 9))
+        assert len(take(other, 1)) == (1 if key is None else 0)
+
+    def test_a_message_larger_than_a_take_is_taken_alone(self, table: TableOutbox) -> None:
+        """It would wait forever otherwise."""
+        store(table.outbox, "x" * (9 * 2**20), "small")
+        claims = table.outbox.claims()
+        assert [len(row.message.body) for row in take(claims)] == [9 * 2**20]
+        assert [row.message.body for row in take(claims)] == [b"small"]
+
     @pytest.mark.parametrize("keys", [3, None])
     def test_taking_reads_no_more_where_more_rows_wait(self, table: TableOutbox, keys: int | None) -> None:
         """This holds whatever statistics the database has of its tables."""
