@@ -27,6 +27,7 @@ from reliable_mq.codec.tables import (
     encode_short_string,
     encode_table,
     encode_timestamp,
+    find_entry,
     find_integer,
     walk_table,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "encode_properties",
     "encode_property",
     "encode_values",
+    "find_header",
     "integer_header",
     "join_properties",
     "plain_message_id",
@@ -392,6 +394,36 @@ class Properties:
     cluster_id = _Value[str]()  # retired by AMQP 0-9-1
 
 
+def _table_span(raw: bytes) -> tuple[int, int] | None:
+    """Return the start and the end of the headers' entries."""
+    try:
+        start = 2
+        if raw[0] & _CONTENT_TYPE:
+            start += 1 + raw[start]
+        if raw[0] & _CONTENT_ENCODING:
+            start += 1 + raw[start]
+        if not raw[0] & _HEADERS:
+            return None
+        start += 4
+        return start, start + _UINT32.unpack_from(raw, start - 4)[0]
+    except (IndexError, struct_error) as error:
+        raise CodecError("truncated properties") from error
+
+
+def find_header(raw: bytes, name: bytes) -> int:
+    """Return the position of a header in properties, or -1. No value is decoded.
+
+    Args:
+        raw: The properties.
+        name: The encoded name, with its length byte.
+
+    Raises:
+        CodecError: If the properties are broken up to the header.
+    """
+    span = _table_span(raw) if name in raw else None
+    return find_entry(raw, *span, name) if span else -1
+
+
 def integer_header(name: str) -> Callable[[bytes], int | None]:
     """Return a function that reads a header of properties if it is an integer.
 
@@ -404,16 +436,9 @@ def integer_header(name: str) -> Callable[[bytes], int | None]:
         if encoded not in raw:
             return None
         try:
-            start = 2
-            if raw[0] & _CONTENT_TYPE:
-                start += 1 + raw[start]
-            if raw[0] & _CONTENT_ENCODING:
-                start += 1 + raw[start]
-            if not raw[0] & _HEADERS:
-                return None
-            start += 4
-            return find_integer(raw, start, start + _UINT32.unpack_from(raw, start - 4)[0], encoded)
-        except (IndexError, struct_error):
+            span = _table_span(raw)
+            return find_integer(raw, *span, encoded) if span else None
+        except CodecError:
             return None
 
     return read

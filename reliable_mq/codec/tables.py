@@ -34,6 +34,7 @@ __all__ = [
     "decode_table",
     "encode_short_string",
     "encode_table",
+    "find_entry",
     "find_integer",
     "walk_table",
 ]
@@ -421,20 +422,22 @@ def walk_table(data: bytes, offset: int, end: int) -> list[tuple[bytes, int, int
     return entries
 
 
-def find_integer(data: bytes, offset: int, end: int, name: bytes) -> int | None:
-    """Return an integer of the table in ``data[offset:end]``, found by its name.
+def find_entry(data: bytes, offset: int, end: int, name: bytes) -> int:
+    """Return the position of an entry of the table in ``data[offset:end]``, or -1.
 
     The name is searched for, and only the entries before it are walked. The same bytes within a value do not count. The
-    last of several entries with the same name counts. None if there is none, if it is no integer, or if the table is
-    broken up to it.
+    last of several entries with the same name counts.
 
     Args:
         data: The bytes that contain the table.
         offset: The start of the table's first entry.
         end: The end of the table.
         name: The encoded name, with its length byte.
+
+    Raises:
+        CodecError: If the table is broken up to the entry.
     """
-    found: int | None = None
+    found = -1
     at = data.find(name, offset, end)
     try:
         while at >= 0:
@@ -446,10 +449,24 @@ def find_integer(data: bytes, offset: int, end: int, name: bytes) -> int | None:
                 else:
                     offset += 1 + _FIXED_SIZES[letter]
             if offset == at:
-                start = at + len(name) + 1
-                number = _INTEGERS.get(data[start - 1])
-                found = number.unpack_from(data, start)[0] if number and start + number.size <= end else None
+                found = at
             at = data.find(name, max(offset, at + 1), end)
-    except (IndexError, KeyError, struct_error):
-        return None
+    except (IndexError, KeyError, struct_error) as error:
+        raise CodecError("the table is broken") from error
     return found
+
+
+def find_integer(data: bytes, offset: int, end: int, name: bytes) -> int | None:
+    """Return an integer of the table in ``data[offset:end]``, found as by `find_entry`.
+
+    None if there is none, if it is no integer, or if the table is broken up to it.
+    """
+    try:
+        at = find_entry(data, offset, end, name)
+        if at < 0:
+            return None
+        start = at + len(name) + 1
+        number = _INTEGERS.get(data[start - 1])
+        return number.unpack_from(data, start)[0] if number and start + number.size <= end else None
+    except (CodecError, IndexError, struct_error):
+        return None

@@ -1,7 +1,8 @@
 """Contexts in the headers of messages.
 
 Headers are decoded only for a message that carries a context, which a search in the encoded properties detects. The
-usual context, a ``traceparent`` without ``tracestate`` and ``baggage``, is read without decoding.
+usual context, a ``traceparent`` without ``tracestate`` and ``baggage``, is read without decoding. The same bytes in a
+table or a value within the headers do not count.
 
 Writing that context does not call a propagator either, because the call takes as long as publishing a message. A
 propagator that writes W3C's format is recognised by its output, not by its class.
@@ -30,7 +31,7 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from reliable_mq.codec import CodecError, Properties, plain_properties_head
+from reliable_mq.codec import CodecError, Properties, find_header, plain_properties_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -47,7 +48,9 @@ _BAGGAGE_MARK: Final = b"\x07baggage"
 _TRACESTATE_MARK: Final = b"\x0atracestate"
 _TRACEPARENT_MARK: Final = b"\x0btraceparent"
 _TRACEPARENT: Final = _TRACEPARENT_MARK + b"S\x00\x00\x00\x37"  # the header's name, and the type and size of its value
-_ONLY_TRACEPARENT: Final = b"\x00\x00\x00\x48" + _TRACEPARENT  # after the size of a table with no other header
+_ONLY_TRACEPARENT: Final = b"\x00\x00\x00\x48" + _TRACEPARENT  # headers with no other one, after their size
+_HEADERS, _TYPE_AND_HEADERS = 0b001, 0b101  # the flags of properties up to the headers: without and with a content type
+_USUAL_PLACE: Final = 6  # of the header, in properties that begin with headers and have no other one
 _LAST_FLAG: Final = len(_TRACEPARENT) + 54  # from the beginning of the header
 _SAMPLED: Final = frozenset((b"1", b"3", b"5", b"7", b"9", b"b", b"d", b"f"))  # the last digit of the flags
 _PARTS: Final = re.compile(re.escape(_TRACEPARENT) + rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
@@ -100,12 +103,19 @@ class Propagation:
         if not self._is_w3c:
             return None
         at = properties.find(_ONLY_TRACEPARENT)
-        if at >= 0:
+        if at == 2 and properties[0] >> 5 == _HEADERS:
+            at = _USUAL_PLACE
+        elif at > 2 and at == 3 + properties[2] and properties[0] >> 5 == _TYPE_AND_HEADERS:
             at += 4
-        elif _BAGGAGE_MARK in properties:
+        elif properties.find(_BAGGAGE_MARK) >= 0:  # faster than ``in``
             return None
+        elif properties.find(_TRACEPARENT_MARK) < 0:
+            return _EMPTY
         else:
-            at = properties.find(_TRACEPARENT_MARK)
+            try:
+                at = find_header(properties, _TRACEPARENT_MARK)
+            except CodecError:
+                return None
             if at < 0:
                 return _EMPTY
             if not properties.startswith(_TRACEPARENT, at):
@@ -115,13 +125,19 @@ class Propagation:
             return None
         span = _new_span(_PassedOnSpan)
         span.properties = properties
+        if at != _USUAL_PLACE:
+            span.at = at
         return Context({_SPAN_KEY: span})
 
     def span_context(self, properties: bytes) -> SpanContext | None:
         """Return the span context of a message, or None if it needs decoding."""
         if not self._is_w3c or _TRACESTATE_MARK in properties:
             return None
-        found = _PARTS.search(properties)
+        try:
+            at = find_header(properties, _TRACEPARENT_MARK)
+        except CodecError:
+            return None
+        found = _PARTS.match(properties, at) if at >= 0 else None
         if found is None:
             return None
         trace_id, span_id, flags = found.groups()
@@ -206,14 +222,16 @@ class _PassedOnSpan(NonRecordingSpan):
 
     Attributes:
         properties: The encoded properties, with a context in W3C's format.
+        at: The position of the header ``traceparent`` in the properties.
     """
 
     properties: bytes
+    at: int = _USUAL_PLACE
     _decoded: SpanContext | None = None
 
     def undecoded(self) -> bytes | None:
         """Return the received header, or None if it needs decoding."""
-        found = _PARTS.search(self.properties)
+        found = _PARTS.match(self.properties, self.at)
         if found is None or _TRACESTATE_MARK in self.properties:
             return None
         trace_id, span_id, _ = found.groups()

@@ -22,6 +22,7 @@ from reliable_mq.codec import (
     encode_property,
     encode_table,
     encode_values,
+    find_header,
     integer_header,
     join_properties,
     plain_message_id,
@@ -428,6 +429,21 @@ def test_an_integer_header_is_the_one_that_is_decoded(entries: list[bytes], othe
     """Other headers surround it, and values of any kind hold the same bytes."""
     value = Properties(raw := join_properties({**others, "headers": table(*entries)})).headers.get("n")
     assert integer_header("n")(raw) == (value if type(value) is int else None)
+    last = max((i for i, entry in enumerate(entries) if entry.startswith(b"\x01n")), default=None)
+    found = find_header(raw, b"\x01n")
+    if last is None:
+        assert found == -1
+    else:
+        assert raw[found:].startswith(b"".join(entries[last:]))
+
+
+def test_the_position_of_a_header_needs_only_the_bytes_before() -> None:
+    assert find_header(join_properties({"message_id": b"\x02\x01n"}), b"\x01n") == -1
+    assert find_header(join_properties({"headers": table(COUNT, b"\x01x?")}), b"\x01n") == 6
+    assert find_header(b"", b"\x01n") == -1
+    for broken in (b"\x20\0\x01n", join_properties({"headers": table(b"\x01x?", COUNT)})):
+        with pytest.raises(CodecError):
+            find_header(broken, b"\x01n")
 
 
 @pytest.mark.parametrize("before", [(), ("content_type",), ("content_encoding",), ("content_type", "content_encoding")])
