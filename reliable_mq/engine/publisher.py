@@ -306,13 +306,13 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         confirmation = self._stored_confirmation(
             message, exchange, key, options.mandatory, size, accepted_at, limit, channel
         )
-        stored = message
         trace = None if self._tracer is None else self._tracer.begin(message, exchange, key, operation="create")
         if trace is not None:
-            channel.observe(confirmation, trace)
-            if options.limits.fits_frame(message, trace.header_bytes, frame_max):
-                stored = Message.from_wire(message.body, encode_properties(message, trace.headers))
-        confirmation.row = NewRow(stored, exchange, key, options.mandatory, ordering_key)
+            with trace:
+                channel.observe(confirmation, trace)
+                if options.limits.fits_frame(message, trace.header_bytes, frame_max):
+                    message = Message.from_wire(message.body, encode_properties(message, trace.headers))
+        confirmation.row = NewRow(message, exchange, key, options.mandatory, ordering_key)
         return confirmation
 
     def _open_for_relay(self) -> Steps[ChannelT]:

@@ -7,7 +7,8 @@ an unsampled context, which is decoded only if it is read.
 
 Invariants:
 
-- No exception of a tracer, a span processor or an exception's text becomes the failure of a delivery.
+- No exception of a tracer, a span, a span processor or an exception's text becomes the failure of a delivery.
+- A span that was started is ended, whatever its other methods raise.
 - A context is detached where it was attached, unless its task is discarded.
 """
 
@@ -199,9 +200,13 @@ class ConsumerTracer:
         if random.random() >= self._root_ratio if parent is None else not parent.trace_flags.sampled:
             return context
         span = self._start("process", SpanKind.CONSUMER, context, self._destination(delivery), links)
-        if span.is_recording():
-            delivery.attempt_context = AttemptContext(span.get_span_context(), message)
-            span.set_attributes(_describe(delivery))
+        try:
+            if span.is_recording():
+                delivery.attempt_context = AttemptContext(span.get_span_context(), message)
+                span.set_attributes(_describe(delivery))
+        except BaseException:
+            span.end()
+            raise
         return _Handling(set_span_in_context(span, context), span, time.perf_counter())
 
     def _begin_batch(self, deliveries: list[Delivery]) -> Context | _Handling:
@@ -216,11 +221,15 @@ class ConsumerTracer:
         if not links and (decided or random.random() >= self._root_ratio):
             return _EMPTY
         span = self._start("process", SpanKind.CONSUMER, _EMPTY, self._common_destination(deliveries), links)
-        if span.is_recording():
-            text = AttemptContext(span.get_span_context(), None)
-            for delivery in deliveries:
-                delivery.attempt_context = text
-            span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
+        try:
+            if span.is_recording():
+                text = AttemptContext(span.get_span_context(), None)
+                for delivery in deliveries:
+                    delivery.attempt_context = text
+                span.set_attribute(conventions.BATCH_COUNT, len(deliveries))
+        except BaseException:
+            span.end()
+            raise
         return _Handling(set_span_in_context(span, _EMPTY), span, time.perf_counter())
 
     def _end(self, span: Span, began: float, answer: object) -> None:
@@ -242,15 +251,17 @@ class ConsumerTracer:
 
     def _finish(self, span: Span, began: float, outcome: str, error: BaseException | None = None) -> None:
         try:
-            span.set_attribute(conventions.OUTCOME, outcome)
-            if error is not None:
-                failure = describe(error, 0.0)
-                span.set_attribute(conventions.ERROR_TYPE, failure.exception_type)
-                span.set_status(StatusCode.ERROR, failure.exception_message)
-                _record(span, error, failure)
-            if span.is_recording():
-                self.exemplars.exemplify(time.perf_counter() - began, ids_of(span.get_span_context()), time.time())
-            span.end()
+            try:
+                span.set_attribute(conventions.OUTCOME, outcome)
+                if error is not None:
+                    failure = describe(error, 0.0)
+                    span.set_attribute(conventions.ERROR_TYPE, failure.exception_type)
+                    span.set_status(StatusCode.ERROR, failure.exception_message)
+                    _record(span, error, failure)
+                if span.is_recording():
+                    self.exemplars.exemplify(time.perf_counter() - began, ids_of(span.get_span_context()), time.time())
+            finally:
+                span.end()
         except Exception as raised:  # noqa: BLE001  # logged
             self._errors.log(raised, "failed to end a span; the delivery is not affected")
 
@@ -282,13 +293,15 @@ class ConsumerTracer:
             return
         destination = self._common_destination(deliveries)
         span = self._start("receive", SpanKind.CLIENT, context, destination, links, began)
-        if span.is_recording():
-            for delivery in deliveries:
-                message = self._carried(delivery)[1]
-                if message is not None and message.trace_flags.sampled:
-                    delivery.attempt_context = AttemptContext(span.get_span_context(), message)
-            span.set_attributes({conventions.BATCH_COUNT: len(deliveries), **conventions.peer(peer)})
-        span.end()
+        try:
+            if span.is_recording():
+                for delivery in deliveries:
+                    message = self._carried(delivery)[1]
+                    if message is not None and message.trace_flags.sampled:
+                        delivery.attempt_context = AttemptContext(span.get_span_context(), message)
+                span.set_attributes({conventions.BATCH_COUNT: len(deliveries), **conventions.peer(peer)})
+        finally:
+            span.end()
 
     # Settlements
 
@@ -322,8 +335,10 @@ class ConsumerTracer:
             message_id = _text(first, "message_id")
             if message_id is not None:
                 attributes[conventions.MESSAGE_ID] = message_id
-        span.set_attributes(attributes)
-        span.end(at)
+        try:
+            span.set_attributes(attributes)
+        finally:
+            span.end(at)
 
     # Parts of spans
 

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from opentelemetry.context import Context, get_current
 from opentelemetry.trace import (
@@ -277,6 +277,14 @@ class SendTrace:
 
     def failed(self, error: BaseException) -> None:
         """End the span of a publish that was not accepted."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        """End the span if the block has raised, because the publish is not accepted."""
+        if error is not None:
+            self.failed(error)
 
 
 _new_trace: Final = SendTrace.__new__  # created for each message: calling ``__init__`` takes as long as creating it

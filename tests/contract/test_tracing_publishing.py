@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import httpx
 import pytest
@@ -500,6 +500,26 @@ def test_the_context_is_that_of_who_stores_the_message(
     assert golden["send orders"]["attributes"]["reliable_mq.outcome"] == "confirmed"
     assert context_of(create).trace_id == context_of(send).trace_id
     assert headers_of(broker.published[0]) == {"traceparent": traceparent(create)}
+
+
+def test_a_message_that_cannot_be_stored_ends_its_span(
+    broker: ScriptedBroker, new_publisher: NewPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call that adds the context to the message raises."""
+
+    def refuse(*_: object) -> Never:
+        raise MemoryError("no copy")
+
+    broker.script = acking
+    recorder = Recorder()
+    with new_publisher(tracing=recorder.tracing, outbox=SQLiteOutbox(tmp_path / "outbox.db")) as publisher:
+        monkeypatch.setattr(Message, "from_wire", refuse)
+        with pytest.raises(MemoryError, match="no copy"):
+            publisher.publish(Message(b""), routing_key="orders")
+        monkeypatch.undo()
+    [span] = recorder.started
+    assert (span.name, span.status.description) == ("create orders", "no copy")
+    assert span.end_time is not None
 
 
 def add_to_session(database: Path, tracing: Tracing, message: Message, **options: Any) -> None:

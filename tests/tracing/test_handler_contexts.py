@@ -1,16 +1,18 @@
-"""The context of a handler: that of its message, and over with the handler in every case."""
+"""The context and the spans of a handler, which end with the handler in every case."""
 
 from __future__ import annotations
 
 import asyncio
 from contextvars import copy_context
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import pytest
 from opentelemetry.context import get_current
+from opentelemetry.sdk.trace import Span
 from opentelemetry.trace import NoOpTracerProvider
 
 from reliable_mq import Message
+from reliable_mq.core.consumer.settlement import SettledDeliveries
 from reliable_mq.tracing import Tracing
 from reliable_mq.tracing.consuming import ConsumerTracer
 from reliable_mq.tracing.publishing import PublisherTracer
@@ -82,6 +84,35 @@ def test_an_exception_without_a_text_ends_its_span(
     kind = type(error)
     assert (event.name, event.attributes["exception.type"]) == ("exception", f"{kind.__module__}.{kind.__name__}")
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("method", ["set_attribute", "set_attributes", "set_status", "is_recording"])
+def test_a_span_that_raises_ends_all_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends once, and neither the handler nor the delivery is affected."""
+
+    def refuse(*_: object, **__: object) -> Never:
+        raise RuntimeError("a span of somebody else")
+
+    def handle(_: object) -> None:
+        raise ValueError("no")
+
+    recorder = Recorder()
+    tracer = ConsumerTracer(recorder.tracing, name="test", queue="orders", endpoints=())
+    sampled = delivery(headers={"traceparent": SAMPLED})
+    monkeypatch.setattr(Span, method, refuse)
+    with pytest.raises(ValueError, match="no"):
+        tracer.traced(handle, batch=False)(sampled)
+    with pytest.raises(ValueError, match="no"):
+        tracer.traced(handle, batch=True)([sampled])
+    tracer.received([sampled], 0, None)
+    tracer.settled([SettledDeliveries("ack", [sampled], 1)], 0)
+    monkeypatch.undo()
+    assert get_current() == {}
+    assert [span.name for span in recorder.started] == [*["process orders"] * 2, "receive orders", "ack orders"]
+    assert all(span.end_time is not None for span in recorder.started)
+    assert [record.name for record in caplog.records if record.name.startswith("opentelemetry")] == []
 
 
 def test_a_handler_passes_on_baggage_without_a_trace() -> None:
