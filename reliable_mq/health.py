@@ -1,12 +1,13 @@
 """Probes over HTTP: ``/livez``, ``/readyz``, ``/progressz`` and ``/metrics``.
 
-`HealthServer` serves them from one daemon thread, and `HealthApp` as an ASGI application. Both call ``health()`` of
+`HealthServer` serves them from a daemon thread, and `HealthApp` as an ASGI application. Both call ``health()`` of
 their publishers and consumers at each request, and never between requests.
 
 Invariants:
 
 - A probe is answered while the program is stuck. The thread of a `HealthServer` shares no loop with a publisher or
-  consumer, and no lock that is held for longer than a moment.
+  consumer, and no lock that is held for longer than a moment. Collectors of metrics, which may block, run on another
+  daemon thread.
 - A client that sends nothing, sends too much, or does not read its response holds up no other client, and is dropped
   after a few seconds.
 - The socket is closed in a forked child. At exit it is closed after all publishers and consumers.
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
 from http import HTTPStatus
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -31,7 +33,7 @@ from prometheus_client.exposition import choose_encoder
 
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, each_at_fork
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.threads import start_daemon
+from reliable_mq._util.threads import DaemonExecutor, start_daemon
 from reliable_mq._util.validation import is_text, is_whole_number
 from reliable_mq.core.health import Health
 from reliable_mq.errors import ConfigurationError, UsageError
@@ -40,11 +42,13 @@ __all__ = ["Health", "HealthApp", "HealthServer", "Part"]
 
 logger = get_logger(__name__)
 
-_PATIENCE: Final = 5.0  # seconds for one request
+_PATIENCE: Final = 5.0  # seconds to receive one request, to render metrics, and to send the response
 _HEAD_BYTES: Final = 16 * 1024
 _CONNECTIONS: Final = 100  # at a time; the oldest connection is dropped for another one
 _END_TIMEOUT: Final = 2.0  # seconds for the thread to end
 _QUESTIONS: Final = {"/livez": "live", "/readyz": "ready", "/progressz": "progressing"}
+_METRICS: Final = "/metrics"
+_READS: Final = ("GET", "HEAD")
 _TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
 
 
@@ -85,14 +89,14 @@ class _Probes:
 
     def _answer(self, method: str, path: str, accept: str) -> _Answer:
         """Return the response to a request."""
-        if method not in ("GET", "HEAD"):
+        if method not in _READS:
             return _Answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, b"only GET and HEAD\n")
         question = _QUESTIONS.get(path)
         if question is not None:
             return self._judged(question)
-        if path == "/metrics" and self._registry is not None:
+        if path == _METRICS and self._registry is not None:
             return _exposed(self._registry, accept)
-        known = ", ".join([*_QUESTIONS, *(["/metrics"] if self._registry is not None else [])])
+        known = ", ".join([*_QUESTIONS, *([_METRICS] if self._registry is not None else [])])
         return _Answer(HTTPStatus.NOT_FOUND, _TEXT, f"there are {known}\n".encode())
 
     def _judged(self, question: str) -> _Answer:
@@ -113,7 +117,7 @@ def _exposed(registry: CollectorRegistry, accept: str) -> _Answer:
         encode, content_type = choose_encoder("")
     try:
         return _Answer(HTTPStatus.OK, content_type, encode(registry))
-    except Exception as error:  # noqa: BLE001  # of a collector, which is the user's own code
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # of a collector, which is the user's own code
         logger.error("failed to render the metrics: a collector raised %s: %s", type(error).__name__, error)  # noqa: TRY400  # one line
         return _Answer(HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, b"a collector of the metrics raised an error\n")
 
@@ -177,6 +181,7 @@ class HealthServer(_Probes):
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
+        self._scrapes = DaemonExecutor("reliable_mq scrape", 1)
         self._clients: dict[asyncio.WriteTransport, None] = {}  # the oldest first
 
     @property
@@ -202,6 +207,8 @@ class HealthServer(_Probes):
         self._port = listener.getsockname()[1]
         started = threading.Event()
         try:
+            if self._registry is not None:
+                self._scrapes.start()
             self._thread = start_daemon("reliable_mq health", self._serve, listener, started)
         except BaseException:  # for example, no thread can be started at the moment
             listener.close()
@@ -219,6 +226,7 @@ class HealthServer(_Probes):
         _servers.discard(self)
         with suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(over.set)
+        self._scrapes.close()
         if self._thread is not None:
             self._thread.join(_END_TIMEOUT)
 
@@ -266,8 +274,9 @@ class HealthServer(_Probes):
         try:
             async with asyncio.timeout(_PATIENCE):
                 head = await reader.readuntil(b"\r\n\r\n")
-                writer.write(self._response(head))
-                writer.close()
+            writer.write(await self._response(head))
+            writer.close()
+            async with asyncio.timeout(_PATIENCE):
                 await writer.wait_closed()
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError) as error:
             logger.debug(
@@ -277,11 +286,15 @@ class HealthServer(_Probes):
             self._clients.pop(transport, None)
             transport.abort()  # drop the part of a response that the client did not read
 
-    def _response(self, head: bytes) -> bytes:
+    async def _response(self, head: bytes) -> bytes:
         line, *headers = head.decode("latin-1").split("\r\n")
         match line.split(" "):
             case [method, target, version] if version.startswith("HTTP/1."):
-                answer = self._answer(method, target.partition("?")[0], _header(headers, "accept"))
+                path, accept = target.partition("?")[0], _header(headers, "accept")
+                if path == _METRICS and method in _READS and self._registry is not None:
+                    answer = await self._scraped(self._registry, accept)
+                else:
+                    answer = self._answer(method, path, accept)
             case _:
                 method, answer = "GET", _Answer(HTTPStatus.BAD_REQUEST, _TEXT, b"this is no HTTP/1 request\n")
         status = answer.status
@@ -289,6 +302,14 @@ class HealthServer(_Probes):
             f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {answer.content_type}\r\n"
             f"Content-Length: {len(answer.body)}\r\nCache-Control: no-store\r\nConnection: close\r\n\r\n"
         ).encode() + (b"" if method == "HEAD" else answer.body)
+
+    async def _scraped(self, registry: CollectorRegistry, accept: str) -> _Answer:
+        """Return the metrics, or an error while a collector does not return."""
+        if not self._scrapes.hanging:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_PATIENCE):
+                    return await self._scrapes.future(partial(_exposed, registry, accept))
+        return _Answer(HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, b"a collector of the metrics has not returned\n")
 
 
 def _listen(host: str, port: int) -> socket.socket:

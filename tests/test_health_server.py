@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -393,6 +394,56 @@ def test_a_collector_that_raises_is_a_500_and_one_line(caplog: pytest.LogCapture
             return await client.get("/metrics", headers={"Accept": ODD_FORMATS[0]})
 
     assert asyncio.run(ask()).status_code == 500
+
+
+def test_a_slow_collector_holds_up_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scrapes are refused until the collector returns, and are served again then."""
+    asked, over = threading.Event(), threading.Event()
+
+    class Slow:
+        def describe(self) -> list[Any]:
+            return []
+
+        def collect(self) -> list[Any]:
+            asked.set()
+            over.wait(30)
+            return []
+
+    monkeypatch.setattr("reliable_mq.health._PATIENCE", 1.0)
+    registry = CollectorRegistry()
+    registry.register(Slow())  # type: ignore[arg-type]
+    statuses: list[int] = []
+    with HealthServer(Part(), port=0, registry=registry) as server:
+        scraper = threading.Thread(target=lambda: statuses.append(get(server, "/metrics")[0]))
+        scraper.start()
+        try:
+            assert asked.wait(30)
+            began = time.monotonic()
+            assert get(server, "/livez")[0] == 200
+            assert time.monotonic() - began < 1
+            scraper.join(30)
+            status, _, body = get(server, "/metrics")
+            assert (status, body) == (503, b"a collector of the metrics has not returned\n")
+        finally:
+            over.set()
+            scraper.join(30)
+        assert statuses == [503]
+        wait_until(lambda: get(server, "/metrics")[0] == 200, timeout=30, what="a scrape")
+
+
+def test_scrapes_at_the_same_time_are_all_served() -> None:
+    class Pausing:
+        def describe(self) -> list[Any]:
+            return []
+
+        def collect(self) -> list[Any]:
+            time.sleep(0.05)
+            return []
+
+    registry = CollectorRegistry()
+    registry.register(Pausing())  # type: ignore[arg-type]
+    with HealthServer(Part(), port=0, registry=registry) as server, ThreadPoolExecutor(4) as scrapers:
+        assert [*scrapers.map(lambda _: get(server, "/metrics")[0], range(8))] == [200] * 8
 
 
 def test_the_application_begins_and_ends_with_its_server() -> None:
