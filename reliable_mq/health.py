@@ -179,6 +179,7 @@ class HealthServer(_Probes):
         self._host, self._port = host, port
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None  # of the start
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
         self._scrapes = DaemonExecutor("reliable_mq scrape", 1)
@@ -195,6 +196,7 @@ class HealthServer(_Probes):
 
         Raises:
             ConfigurationError: If the server cannot listen at the address.
+            OSError: If the event loop cannot be started, for example because too many files are open.
             UsageError: If the server was started before.
         """
         if self._thread is not None:
@@ -216,6 +218,11 @@ class HealthServer(_Probes):
         self._listener = listener
         _servers.add(self)
         started.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._listener = self._thread = None
+            _servers.discard(self)
+            raise failure
 
     def close(self) -> None:
         """Stop listening. Do nothing if the server is closed."""
@@ -249,8 +256,11 @@ class HealthServer(_Probes):
     def _serve(self, listener: socket.socket, started: threading.Event) -> None:
         try:
             asyncio.run(self._main(listener, started))
-        except Exception:
-            logger.exception("the probe server at %s failed and has stopped", self.url)
+        except Exception as error:
+            if started.is_set():
+                logger.exception("the probe server at %s failed and has stopped", self.url)
+            else:
+                self._failure = error
         finally:
             listener.close()
             started.set()

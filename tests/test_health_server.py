@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import http.client
 import inspect
 import json
@@ -17,7 +18,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 from urllib.parse import urlsplit
 
 import httpx
@@ -36,7 +37,7 @@ from reliable_mq.testing.waiting import wait_until
 from tests.refused_threads import refusing_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
 WELL = Health(live=True, ready=True, progressing=True, since=1_800_000_000.0)
 
@@ -254,6 +255,20 @@ def test_a_server_without_a_thread_leaves_its_port() -> None:
         server.start()
     with pytest.raises(OSError, match=r"refused|reset"):
         socket.create_connection(("127.0.0.1", urlsplit(server.url).port or 0), timeout=5)
+    with server:
+        assert get(server, "/livez")[0] == 200
+
+
+def test_a_server_whose_loop_fails_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(main: Coroutine[Any, Any, None]) -> Never:
+        main.close()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    server = HealthServer(Part(), port=0)
+    monkeypatch.setattr(asyncio, "run", refuse)
+    with pytest.raises(OSError, match="Too many open files"):
+        server.start()
+    monkeypatch.undo()
     with server:
         assert get(server, "/livez")[0] == 200
 
