@@ -127,8 +127,8 @@ class BasePublisherChannel(BaseChannel[P]):
         self._changed_at = time.monotonic()  # when it was created, connected or lost
         self._settled_at = self._changed_at
         self._heartbeat = options.settings.heartbeat
-        self._blocked_since: float | None = None
-        self._blocked_seconds = 0.0
+        # The seconds of earlier blocks, and the start of this one. Replaced at once, because any thread may read them.
+        self._blocked: tuple[float, float | None] = 0.0, None
         self._tokens_before = TokenStatistics()
         self._stalled_before = 0.0
         self._state_changed()
@@ -240,8 +240,8 @@ class BasePublisherChannel(BaseChannel[P]):
     @property
     def blocked_seconds(self) -> float:
         """The total seconds for which the broker has blocked publishing."""
-        since = self._blocked_since
-        return self._blocked_seconds + (0.0 if since is None else time.monotonic() - since)
+        before, since = self._blocked
+        return before if since is None else before + (time.monotonic() - since)
 
     @property
     def oldest_age(self) -> float:
@@ -275,7 +275,7 @@ class BasePublisherChannel(BaseChannel[P]):
         """Continue the counts of a channel that has ended. To be called before the start."""
         self.session.continue_counts(former.session)
         self.reconnects, self._record = former.reconnects, former._record
-        self._blocked_seconds = former.blocked_seconds
+        self._blocked = former.blocked_seconds, None
         self._tokens_before, self._stalled_before = former.tokens, former.stalled_seconds or 0.0
 
     @property
@@ -309,7 +309,7 @@ class BasePublisherChannel(BaseChannel[P]):
             # A message that is just being taken has no time yet.
             worked_at=max(self._settled_at, self._oldest or now, self.session.trust.taken_at),
             blocked_reason=self.session.blocked_reason,
-            blocked_at=self._blocked_since,
+            blocked_at=self._blocked[1],
             outbox=outbox,
         )
 
@@ -419,7 +419,7 @@ class BasePublisherChannel(BaseChannel[P]):
     def blocked(self, reason: str) -> None:
         """Stop publishing after ``connection.blocked``."""
         logger.warning("publisher %r: the broker blocks publishing: %s", self._name, printable(reason))
-        self._blocked_since = time.monotonic()
+        self._blocked = self.blocked_seconds, time.monotonic()
         self.session.blocked(reason)
         with self._guard:
             self._state_changed()
@@ -430,7 +430,7 @@ class BasePublisherChannel(BaseChannel[P]):
         if self.connected:  # else the connection has ended, and its block may continue
             # At the level of the message about blocking.
             logger.warning("publisher %r: the broker accepts publishes again", self._name)
-        self._blocked_seconds, self._blocked_since = self.blocked_seconds, None
+        self._blocked = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         with self._guard:
             self._state_changed()

@@ -47,6 +47,7 @@ from reliable_mq.codec.frames import method_frame
 from reliable_mq.codec.methods import CONNECTION_BLOCKED, CONNECTION_CLOSED
 from reliable_mq.core import reconnect
 from reliable_mq.core.reconnect import MOST_UNANSWERED
+from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.containers import free_port
 from reliable_mq.testing.waiting import wait_until
@@ -719,6 +720,32 @@ def test_nothing_is_written_while_the_broker_blocks(broker: ScriptedBroker, new_
         assert errors(confirmations) == [None] * 3
         assert publisher.blocked is None
         assert len(broker.connections) == 1
+
+
+def test_the_time_of_blocks_never_falls(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may read it between any two steps. The broker may give a second reason during a block."""
+    broker.script = acking
+    readings: list[float] = []
+
+    def set_and_read(channel: BasePublisherChannel[Any], name: str, value: object) -> None:
+        object.__setattr__(channel, name, value)
+        readings.append(channel.blocked_seconds)
+
+    with new_publisher() as publisher:
+        publisher.publish(Message(b""), routing_key=KEY)
+        monkeypatch.setattr(BasePublisherChannel, "__setattr__", set_and_read)
+        began = time.monotonic()
+        for _ in range(2):
+            block(broker, publisher)
+            block(broker, publisher, "low on disk")
+            broker.connection.unblock()
+            wait_until(lambda: not publisher.blocked, timeout=30, what="the end of the block")
+        took = time.monotonic() - began
+        monkeypatch.undo()
+    assert readings == sorted(readings)
+    assert 0 < readings[-1] <= took
 
 
 def test_while_blocked_a_publish_may_raise_at_once(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
