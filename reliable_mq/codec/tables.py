@@ -457,7 +457,7 @@ def find_entry(data: bytes, offset: int, end: int, name: bytes) -> int:
 
 
 def find_integer(data: bytes, offset: int, end: int, name: bytes) -> int | None:
-    """Return an integer of the table in ``data[offset:end]``, found as by `find_entry`.
+    """Return an integer of the table in ``data[offset:end]``, by `find_entry`.
 
     None if there is none, if it is no integer, or if the table is broken up to it.
     """
