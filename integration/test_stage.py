@@ -410,12 +410,13 @@ def test_a_relay_with_fewer_partitions_is_refused(vhost: VirtualHost, partitions
 def test_a_waiting_relay_is_refused_once_a_partition_was_added(vhost: VirtualHost) -> None:
     """It does not read the end of the new partition, so it must not take over."""
     publish(vhost.url, "orders", 10, type="quorum")
-    with relaying(vhost.url, partitions=2) as first, relaying(vhost.url, partitions=2) as waiting:
+    with relaying(vhost.url, partitions=2) as first:
         assert first.wait_moved(DEADLINE)
-        waiting.wait_declared(DEADLINE)
-        with relaying(vhost.url, partitions=3) as third:
-            third.wait_declared(DEADLINE)
-            assert waiting.wait_ended(DEADLINE)
+        with relaying(vhost.url, partitions=2) as waiting:
+            waiting.wait_declared(DEADLINE)
+            with relaying(vhost.url, partitions=3) as third:
+                third.wait_declared(DEADLINE)
+                assert waiting.wait_ended(DEADLINE)
             assert "has a partition 'stage-2', which would not be read" in str(waiting.error)
 
 
