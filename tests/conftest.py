@@ -20,7 +20,7 @@ import pytest
 from integration.support.seeds import deselect_for_soak
 from tests import properties, reports
 from tests.collecting import pytest_collection
-from tests.log_records import records_can_be_formatted
+from tests.log_records import records_can_be_formatted, restored_loggers
 from tests.new_queues import treat_new_queues_as_old
 from tests.signal_handlers import restored_handlers
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # A hook and fixtures for all tests in this directory.
-__all__ = ["pytest_collection", "records_can_be_formatted", "restored_handlers"]
+__all__ = ["pytest_collection", "records_can_be_formatted", "restored_handlers", "restored_loggers"]
 
 pytest.register_assert_rewrite("reliable_mq.testing.store_contract", "reliable_mq.testing.outbox_contract")
 treat_new_queues_as_old()
