@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from random import Random
 from typing import Any
@@ -189,6 +191,18 @@ def test_verdicts_can_be_pickled_and_copied(verdict: Exception, again: Callable[
     assert type(other) is type(verdict)
     assert (other.args, other.__dict__) == (verdict.args, verdict.__dict__)
     assert str(other) == str(verdict)
+
+
+def lock() -> None:
+    raise OrderLocked(3, holder="a")
+
+
+def test_a_process_pool_reports_a_verdict_and_goes_on() -> None:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        for _ in range(2):
+            error = pool.submit(lock).exception(timeout=60)
+            assert isinstance(error, OrderLocked)
+            assert (error.delay, error.holder) == (3.0, "a")
 
 
 class NeverAsked(type):

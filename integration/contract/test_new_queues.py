@@ -265,7 +265,7 @@ def test_f61_a_kill_while_a_consumers_queue_is_new_loses_nothing(
     ) as consumer:
         if failure is not None:
             wait_until(lambda: handler.calls >= LETTERS, timeout=PLENTY, what="first attempts")
-        time.sleep(rng.uniform(0.0, 1.3))
+        time.sleep(rng.uniform(0.0, 1.5))
         kill_and_start(broker)
         if kind == "dead-letter queue":
             letters = partial(private_vhost.live_counts, ["letters"])  # those that were not lost are there twice

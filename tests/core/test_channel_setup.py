@@ -333,7 +333,8 @@ def cut(text: str) -> str:
     ],
 )
 def test_a_queue_that_does_not_run_is_waited_for(code: int, text: str, name: str) -> None:
-    for step in (CheckQueue(name), Consume(name, "t")):
+    steps = [CheckQueue(name), Consume(name, "t")]
+    for step in [*steps, DeclareQueue(name)] if code == 404 else steps:  # a declaration asks for no replica
         error = refusal(step, StepRefused(code, cut(text.format(name))))
         assert isinstance(error, BrokerUnavailable)
         assert not error.permanent
