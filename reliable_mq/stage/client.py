@@ -223,9 +223,11 @@ class RelayClient(NullListener):
         except TopologyMismatch:  # it does not exist
             return
         if not options.fewer_partitions:
-            text = f"{options.more_partitions}, or use a stage of another name if that queue is not a partition"
-            self._end(ConfigurationError(text))  # a relay that was set up before would try again
-            raise ConfigurationError(text)
+            error = ConfigurationError(
+                f"{options.more_partitions}, or use a stage of another name if that queue is not a partition"
+            )
+            self._end(error)  # a relay that was set up before would try again
+            raise error
         logger.warning("%s: %s; continuing all the same", self, options.more_partitions)
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
