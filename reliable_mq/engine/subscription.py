@@ -308,8 +308,8 @@ class BaseSubscription(NullListener):
         self._record.lost(time.monotonic())
         timeout = consumer_timeout_of(loss)
         if timeout is not None:
-            logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, printable(loss.text))
             self._time_out(timeout)
+            logger.warning("the broker closed the channel of consumer %r: %s", self._options.name, printable(loss.text))
         self.session.lost(generation)
         self._recall()
         self._run()
@@ -341,14 +341,14 @@ class BaseSubscription(NullListener):
             return
         if not self.session.cancelled(consumer_tag, time.monotonic()):
             return
+        self._time_out(ConsumerTimeout(consumer_tag=consumer_tag))
+        self._vitals.unsubscribed("the broker cancelled the subscription")
         logger.warning(
             "the broker cancelled consumer %r: queue %r was deleted or moved, or its consumer timeout expired; "
             "subscribing again",
             consumer_tag,
             self._options.queue_name,
         )
-        self._vitals.unsubscribed("the broker cancelled the subscription")
-        self._time_out(ConsumerTimeout(consumer_tag=consumer_tag))
         self._run()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
