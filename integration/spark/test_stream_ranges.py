@@ -17,11 +17,12 @@ from pyspark import cloudpickle
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxBytes, ReadMaxRows
 
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
+from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.spark import stream_broker, stream_reader
 from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
-from reliable_mq.spark.stream_broker import PartitionFinder, StreamChannel, StreamEnd
+from reliable_mq.spark.stream_broker import EndWatch, PartitionFinder, StreamChannel, StreamEnd, end_of
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_reader import RangeReader, ValueFilter
 from reliable_mq.spark.stream_source import _Planner
@@ -699,7 +700,6 @@ def test_a_stream_without_new_messages_is_not_read_again(vhost: VirtualHost, mon
         looks.append(stream)
         return end_of(channel, stream, patience)
 
-    end_of = stream_broker.end_of
     monkeypatch.setattr(stream_broker, "end_of", counted)
     publish(vhost, 5)
     publish(vhost, 5, queue=more)
@@ -723,6 +723,32 @@ def test_a_stream_without_new_messages_is_not_read_again(vhost: VirtualHost, mon
     reader.latestOffset(end, ANY)
     assert looks[5:] == ["events", "more"]
     reader.stop()
+
+
+def test_a_look_at_a_stream_acks_nothing_twice(vhost: VirtualHost) -> None:
+    """Messages of others that came meanwhile are acked once. The broker closes a channel over a second ack."""
+    queues = [Queue(name, type="stream") for name in ("one", "two", "three", "four")]
+    with StreamChannel(parse_url(vhost.url), name="looks") as channel:
+        watch = EndWatch(channel)
+        for end in (1, 2):
+            for queue in queues:
+                publish(vhost, 1, queue=queue)
+            if end == 2:
+                wait_until(lambda: len(channel._arrived) == len(queues), timeout=10, what="a message of each")
+            assert [watch.end_of(queue.name, 10.0).position for queue in queues] == [end] * len(queues)
+        assert channel.perform(CheckQueue("one"))
+        assert channel.usable
+
+
+def test_the_average_size_is_that_of_messages_with_a_body(vhost: VirtualHost) -> None:
+    """The last chunk of a stage may consist of the markers of its relay, which are small."""
+    publish(vhost, 20, size=10_000)
+    with Publisher(vhost.url) as publisher:
+        publisher.publish(Message(b""), routing_key="events")
+    with StreamChannel(parse_url(vhost.url), name="looks") as channel:
+        end = end_of(channel, "events", 10.0)
+        assert end.position == 21
+        assert end.average > 10_000
 
 
 def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ class StreamChannel(AdminChannel):
         self._arriving: list[RawDelivery] = []  # I/O thread only: the deliveries of the current read
         self._loss: ConnectionLoss | None = None
         self._cancelled = False
+        self._acked = 0  # up to this delivery
         self._tags = 0
         self._subscribed: set[str] = set()  # consumer tags; a loss affects all of them
         self._watches: set[str] = set()  # those of `watch`
@@ -138,9 +139,10 @@ class StreamChannel(AdminChannel):
             self._subscribed.remove(tag)
             self._watches.discard(tag)
         with self._lock:
-            last = self._arrived[-1].delivery_tag if self._arrived else delivery_tag
+            last = max(delivery_tag, self._arrived[-1].delivery_tag if self._arrived else 0)
+            is_new = last > self._acked  # the broker closes the channel over a second ack
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag in self._subscribed]
-        if last and self._subscribed == self._watches:
+        if is_new and self._subscribed == self._watches:
             self.ack(last)
 
     def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
@@ -172,6 +174,8 @@ class StreamChannel(AdminChannel):
 
     def ack(self, delivery_tag: int) -> None:
         """Ack up to this delivery, so that the broker sends more. Does not wait."""
+        with self._lock:
+            self._acked = delivery_tag
         self._io.call_soon(lambda: self._io.write(encode_ack(self._channel, delivery_tag, multiple=True)))
 
     # On the I/O thread
@@ -184,7 +188,7 @@ class StreamChannel(AdminChannel):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Record a new channel without a subscription. The reader still sees the loss."""
         with self._lock:
-            self._channel = channel
+            self._channel, self._acked = channel, 0
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
@@ -217,6 +221,7 @@ def from_host(settings: ConnectionSettings, number: int) -> ConnectionSettings:
     return replace(settings, endpoints=settings.endpoints[first:] + settings.endpoints[:first])
 
 
+_SAMPLE: Final = 64  # offsets
 _PREFETCH: Final = 2000  # for the search for the end; a chunk has at most some thousand messages, or many small ones
 _LOOKS: Final = 100  # maximum rounds of the search if messages arrive as fast as they are read
 _SLOWEST: Final = 30.0  # seconds for the first message of a non-empty stream
@@ -229,7 +234,7 @@ _LAST: Final = 2**63
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
     position: int  # after the newest message; 0 for a stream that never had a message
-    average: float  # bytes of body and properties per message, in the last chunk
+    average: float  # bytes of body and properties per message; without markers, of which a last chunk may consist
     messages: int = 0  # as the stream's leader counts; 0 if it has not counted yet, or does not respond to this node
 
 
@@ -248,13 +253,24 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         messages = _counted(channel, stream)  # answered after all deliveries that were on their way
         arrived += channel.take(0.0, of=(tag,))
         last_tag = arrived[-1].delivery_tag
-        size = sum(len(delivery.body) + len(delivery.properties) for delivery in arrived)
-        found = StreamEnd(_offset(arrived[-1], stream) + 1, size / len(arrived), messages)
+        found = StreamEnd(_offset(arrived[-1], stream) + 1, _average(arrived), messages)
         if len(arrived) < _PREFETCH:
             break
         channel.ack(last_tag)  # the prefetch may have held back the rest of the chunk
     channel.cancel(tag, delivery_tag=last_tag)
-    return found
+    if found.average or not found.position:
+        return found
+    tag = channel.consume(stream, max(found.position - _SAMPLE, 0), _SAMPLE)
+    arrived = channel.take(patience, of=(tag,))
+    _counted(channel, stream)
+    arrived += channel.take(0.0, of=(tag,))
+    channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
+    return replace(found, average=_average(arrived))
+
+
+def _average(deliveries: Sequence[RawDelivery]) -> float:
+    sizes = [len(delivery.body) + len(delivery.properties) for delivery in deliveries if delivery.body]
+    return sum(sizes) / len(sizes) if sizes else 0.0
 
 
 class EndWatch:
