@@ -36,9 +36,9 @@ from integration.support.stages import (
     wait_emptied,
 )
 from reliable_mq import Binding, Exchange, Message, Publisher, Queue
-from reliable_mq.codec import RawDelivery
+from reliable_mq.codec import Properties, RawDelivery
 from reliable_mq.codec.methods import Consume, SetPrefetch
-from reliable_mq.core.stage.envelope import marker, unstaged
+from reliable_mq.core.stage.envelope import MOST_MESSAGES, marker, unstaged
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.stage import MissingId, StageOptions, StageRelay
 from reliable_mq.testing.waiting import wait_until
@@ -64,9 +64,11 @@ def test_a_relay_moves_a_queue_into_a_stream(any_vhost: VirtualHost, kind: str) 
         assert relay.statistics.moved == 500
     assert ready(any_vhost, "orders") == 0
     found = originals(any_vhost.url, "stage", count=500)
+    read = (unstaged(one.properties, one.body) for one in delivered_of(any_vhost.url, "stage", 3))
+    assert {entry.queue for entry in read if entry is not None and entry.originals} == {"orders"}
     assert list(ids(found)) == [f"m{number}" for number in range(500)]
     assert set(ids(found).values()) == {1}
-    assert {(each.queue, each.exchange, each.routing_key) for each in found} == {("orders", "", "orders")}
+    assert {(each.exchange, each.routing_key) for each in found} == {("", "orders")}
 
 
 def test_a_mark_that_could_be_text_is_recognized(any_vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +117,7 @@ def test_a_relay_leaves_the_next_one_no_long_tail(any_vhost: VirtualHost, monkey
     """It waits until the copies of earlier relays are settled."""
     monkeypatch.setattr("reliable_mq.stage.relay._LONG_TAIL", 0)
     publish(any_vhost.url, "orders", 300, type="quorum")
-    with relaying(any_vhost.url) as relay:
+    with relaying(any_vhost.url, max_outstanding=1) as relay:  # an entry for each message
         assert relay.wait_moved(DEADLINE)
     with relaying(any_vhost.url) as relay:
         assert relay.wait_moved(DEADLINE)
@@ -144,7 +146,8 @@ def test_a_relay_that_moves_messages_waits_for_no_settled_tail(
         wait_until(is_over, timeout=DEADLINE, what="the end of the wait")
 
 
-def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost) -> None:
+@pytest.mark.parametrize("most", [1, MOST_MESSAGES])
+def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost, most: int) -> None:
     """This includes tables, lists, decimals, invalid properties and large headers.
 
     A stream carries none of them.
@@ -182,7 +185,7 @@ def test_messages_come_back_byte_for_byte(any_vhost: VirtualHost) -> None:
             channel.basic_publish("fan", f"key {number}", bytes(range(256)), given)
         channel.basic_publish("fan", "k" * 255, b"", pika.BasicProperties(message_id="empty"))
     any_vhost.wait_for_messages("copied", 4)
-    with relaying(any_vhost.url, missing_id=MissingId.REPEAT) as relay:
+    with relaying(any_vhost.url, missing_id=MissingId.REPEAT, messages_per_entry=most) as relay:
         assert relay.wait_moved(DEADLINE)
     staged = originals(any_vhost.url, "stage", count=4)
     with StageReader(any_vhost.url) as reader:
@@ -221,7 +224,8 @@ def test_f68_a_killed_relay_moves_each_message_once(
     for _ in range(kills):
         publish(any_vhost.url, "orders", 1000, first=total)
         total += 1000
-        process = Process("integration.programs.staging", any_vhost.url, "orders", "stage")
+        most = str(rng.choice([1, MOST_MESSAGES]))
+        process = Process("integration.programs.staging", any_vhost.url, "orders", "stage", most)
         try:
             assert process.stdout is not None
             if rng.random() < 0.8:
@@ -264,7 +268,7 @@ def test_f68_two_hundred_kills_spend_no_message(
         return not left or vhost.live_counts(["orders"])["orders"] < left
 
     for _ in range(kills):
-        process = Process("integration.programs.staging", vhost.url, "orders", "stage")
+        process = Process("integration.programs.staging", vhost.url, "orders", "stage", str(MOST_MESSAGES))
         assert process.stdout is not None
         assert process.stdout.readline() == b"active\n"
         Event().wait(rng.uniform(0.0, 0.05))
@@ -607,13 +611,16 @@ def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
 
 
 def test_a_message_too_large_for_a_stage_ends_the_relay(vhost: VirtualHost) -> None:
-    """Its headers move into its body, which was the largest. It would be refused again and again."""
+    """Its properties exceed a frame, so they are in the body, which was the largest. It would be refused for ever."""
     publish(vhost.url, "orders", 0, type="quorum")
     with vhost.connect() as connection:
-        properties = pika.BasicProperties(message_id="large", headers={"h": "x" * 131_000})
-        connection.channel().basic_publish("", "orders", bytes(16 * 2**20), properties)
+        channel = connection.channel()
+        for name, headers in (("largest", None), ("larger", {"h": "x" * 131_000})):
+            properties = pika.BasicProperties(message_id=name, headers=headers)
+            channel.basic_publish("", "orders", bytes(16 * 2**20), properties)
     with relaying(vhost.url) as relay:
         assert relay.wait_ended(DEADLINE)
+        assert relay.statistics.moved == 1
         assert isinstance(relay.error, ConsumeError)
         assert "a message of queue 'orders' is too large" in str(relay.error)
     vhost.wait_for_messages("orders", 1)
@@ -624,7 +631,7 @@ def test_a_stage_of_a_newer_version_ends_the_relay(vhost: VirtualHost) -> None:
     publish(vhost.url, "orders", 1, type="quorum")
     with relaying(vhost.url) as relay:
         assert relay.wait_moved(DEADLINE)
-    newer = Message.from_wire(b"", marker(b"formerly").replace(b"\1\1\xff", b"\2\1\xff"))
+    newer = Message.from_wire(b"", marker(b"formerly").replace(b"\xff\1\0\xff", b"\xff\2\0\xff"))
     with Publisher(vhost.url) as publisher:
         publisher.publish(newer, routing_key="stage")
     publish(vhost.url, "orders", 1, first=1)
@@ -636,7 +643,7 @@ def test_a_stage_of_a_newer_version_ends_the_relay(vhost: VirtualHost) -> None:
 
 
 def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
-    """It moves two queues, serves metrics, and drains."""
+    """It moves two queues, serves metrics, and drains. Other programs can read the messages in the streams."""
     publish(vhost.url, "orders", 300, type="quorum")
     publish(vhost.url, "invoices", 300, type="classic")
     command = ["stage", vhost.url, "orders", "orders.stage", "invoices", "invoices.stage", "--metrics-port", "0"]
@@ -650,6 +657,8 @@ def test_the_command_moves_queues_until_sigterm(vhost: VirtualHost) -> None:
     assert b"600 messages moved" in said
     for queue in ("orders", "invoices"):
         assert len(originals(vhost.url, f"{queue}.stage", count=300)) == 300
+        delivered = [each for each in delivered_of(vhost.url, f"{queue}.stage", 301) if each.body == b"body"]
+        assert len(delivered) == len({Properties(each.properties).message_id for each in delivered}) == 300
 
 
 def test_an_interrupted_stage_command_drains_and_exits_with_130(vhost: VirtualHost) -> None:

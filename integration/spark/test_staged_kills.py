@@ -44,7 +44,7 @@ def relays(url: str) -> Iterator[Callable[[], None]]:
     running: list[Process] = []
 
     def launch() -> None:
-        running.append(Process("integration.programs.staging", url, "orders", "orders.stage", stdin=0, stderr=2))
+        running.append(Process("integration.programs.staging", url, "orders", "orders.stage", "64", stdin=0, stderr=2))
 
     def end() -> None:
         running[-1].kill()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from reliable_mq import Message, Publisher, Queue
 from reliable_mq.codec.methods import Consume, SetPrefetch
-from reliable_mq.core.stage.envelope import Original, unstaged
+from reliable_mq.core.stage.envelope import MOST_MESSAGES, unstaged
 from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
@@ -35,7 +35,7 @@ class StageReader(AdminChannel):
     def __init__(self, url: str) -> None:
         super().__init__(parse_url(url), name="stage-reader", patience=30.0)
         self.arrived: list[RawDelivery] = []
-        self.originals: list[Original] = []
+        self.originals: list[RawDelivery] = []
         self._read = 0
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
@@ -45,8 +45,9 @@ class StageReader(AdminChannel):
         """Return how many originals have arrived; read each message once."""
         new = self.arrived[self._read :]
         self._read += len(new)
-        items = (unstaged(delivery.properties, delivery.body) for delivery in new)
-        self.originals += [item[1] for item in items if item is not None and item[1] is not None]
+        for delivery in new:
+            entry = unstaged(delivery.properties, delivery.body)
+            self.originals += [] if entry is None else entry.originals
         return len(self.originals)
 
     def wait_quiet(self) -> None:
@@ -58,12 +59,12 @@ class StageReader(AdminChannel):
             quiet.wait(0.3)
 
 
-def originals(url: str, *streams: str, count: int) -> list[Original]:
+def originals(url: str, *streams: str, count: int) -> list[RawDelivery]:
     """Return all messages of a stage, without markers, once its streams have `count` of them."""
     return [each for found in originals_of(url, *streams, count=count) for each in found]
 
 
-def originals_of(url: str, *streams: str, count: int) -> list[list[Original]]:
+def originals_of(url: str, *streams: str, count: int) -> list[list[RawDelivery]]:
     """Return the messages of each stream of a stage, once they are `count` in total."""
     with ExitStack() as stack:
         readers = [stack.enter_context(StageReader(url)) for _ in streams]
@@ -87,7 +88,7 @@ def delivered_of(url: str, stream: str, count: int) -> list[RawDelivery]:
         return list(reader.arrived)
 
 
-def ids(messages: Iterable[Original]) -> Counter[str]:
+def ids(messages: Iterable[RawDelivery]) -> Counter[str]:
     return Counter(Message.from_wire(each.body, each.properties).message_id for each in messages)
 
 
@@ -106,7 +107,7 @@ def publish(url: str, queue: str, count: int, first: int = 0, **declared: object
 
 @contextmanager
 def relaying(url: str, queue: str = "orders", stage: str = "stage", **options: object) -> Iterator[StageRelay]:
-    options = {"new_stage_grace": 0.0, **options}
+    options = {"new_stage_grace": 0.0, "messages_per_entry": MOST_MESSAGES, **options}
     relay = StageRelay(StageOptions(url=url, queue=queue, stage=stage, **options))  # type: ignore[arg-type]
     relay.start()
     try:

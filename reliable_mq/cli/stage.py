@@ -58,6 +58,14 @@ def stage(
             help="At a message without a message_id: end, or move it, possibly twice if the relay dies.",
         ),
     ] = "refuse",
+    messages_per_entry: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=64,
+            help="The maximum number of messages in one message of STREAM. Other programs can read a STREAM with 1.",
+        ),
+    ] = 1,
     max_outstanding: Annotated[
         int, typer.Option(min=1, max=65_535, help="The maximum number of unacked messages.")
     ] = 2000,
@@ -109,6 +117,7 @@ def stage(
             retention=None if retention == "0" else retention,
             max_bytes=max_bytes,
             missing_id=missing,
+            messages_per_entry=messages_per_entry,
             max_outstanding=max_outstanding,
             confirm_timeout=confirm_timeout,
             missing_queue_timeout=missing_queue_timeout,

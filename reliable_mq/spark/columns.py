@@ -301,38 +301,23 @@ def decode(raw: pa.RecordBatch, names: Sequence[str], *, from_stream: bool = Fal
 
 
 def record_batch(deliveries: Sequence[RawDelivery], queue: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows from deliveries. A staged message yields the row of its original."""
+    """Make rows from deliveries. An entry of a stage yields one for each message."""
     if any(_STAGED in delivery.properties for delivery in deliveries):
         return _staged_batch(deliveries, queue, names)
     return decode(raw_batch(deliveries, queue), names, from_stream=True)
 
 
 def _staged_batch(deliveries: Sequence[RawDelivery], stream: str, names: Sequence[str]) -> pa.RecordBatch:
-    """Make rows from deliveries, some of them staged. A marker yields no row."""
+    """Make rows from deliveries, some of them entries. A marker yields no row."""
     originals: list[RawDelivery] = []
     queues: list[str] = []
     offsets: list[int | None] = []
     for delivery in deliveries:
-        found = unstaged(delivery.properties, delivery.body)
-        if found is None:
-            originals.append(delivery)
-            queues.append(stream)
-        elif (original := found[1]) is not None:
-            originals.append(
-                RawDelivery(
-                    delivery.consumer_tag,
-                    delivery.delivery_tag,
-                    original.redelivered,
-                    original.exchange,
-                    original.routing_key,
-                    original.properties,
-                    original.body,
-                )
-            )
-            queues.append(_clean(original.queue))
-        else:
-            continue
-        offsets.append(_value(_offset, Properties(delivery.properties)))
+        entry = unstaged(delivery.properties, delivery.body)
+        held = [delivery] if entry is None else entry.originals
+        originals += held
+        queues += [stream if entry is None else _clean(entry.queue)] * len(held)
+        offsets += [_value(_offset, Properties(delivery.properties))] * len(held)
     batch = decode(raw_batch(originals, queues), names)
     if "offset" not in names:
         return batch

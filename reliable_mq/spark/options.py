@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from reliable_mq._util.validation import LONGEST, SHORT_STRING_BYTES, decode_json, unique_keys
 from reliable_mq.core.headers import checked_traceparent
+from reliable_mq.core.stage.envelope import MOST_MESSAGES
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
 from reliable_mq.spark.connection_options import ConnectionOptions
@@ -314,6 +315,7 @@ _STAGE: Final = (
     _Option("stageMaxBytes", "max_bytes", _number),
     _Option("stageMissingId", "missing_id", _one_of("refuse or repeat", {each.value: each for each in MissingId})),
     _Option("missingQueueTimeout", "missing_queue_timeout", _duration),
+    _Option("stageMessagesPerEntry", "messages_per_entry", _number),
     _Option("publisher.maxOutstanding", "max_outstanding", _number),
     _Option("publisher.confirmTimeout", "confirm_timeout", _positive),
     _Option("queue", "queue", _stripped),
@@ -446,7 +448,9 @@ def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOption
                 _refuse(f"{option.name} is for the relay of the query, and stageBy is none")
         return StagedOptions(None, stream)
     if stream.stream_filter is not None:
-        _refuse("streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no header for it")
+        _refuse("streamFilter needs stageBy=none and a binding or shovel: entries have no header for it")
+    limits = (stream.max_messages, stream.max_bytes, stream.min_messages, stream.max_records)
+    values.setdefault("messages_per_entry", MOST_MESSAGES if limits == (None,) * 4 else 1)  # they count entries
     names = {option.field: option.name for option in _STAGE}
     lenient = not stream.fail_on_data_loss
     relay = StageOptions(url=stream.url, fewer_partitions=lenient, names=names, **values)

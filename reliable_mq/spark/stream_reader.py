@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import pyarrow as pa
@@ -25,6 +25,7 @@ import pyarrow as pa
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import CodecError, Properties, RawDelivery, stream_offset
 from reliable_mq.codec.methods import CheckQueue
+from reliable_mq.core.stage.envelope import messages_in
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
@@ -38,7 +39,7 @@ __all__ = ["RangeReader", "ValueFilter"]
 
 logger = get_logger(__name__)
 
-_ROWS: Final = 2000  # maximum rows of an Arrow batch
+_ROWS: Final = 2000  # rows of an Arrow batch, and deliveries to wait for
 _HELD: Final = 32 * 2**20  # approximate maximum bytes in transit or in an Arrow batch
 _FIRST: Final = 64  # deliveries to request while their size is unknown
 _GATHER: Final = 0.05  # seconds to gather a batch
@@ -148,17 +149,18 @@ class RangeReader:
                 self._check_truncated(channel, missing)
             self._prefetch.received(len(deliveries), sum(map(size_of, deliveries)))
             wanted = self._prefetch.prefetch
-            after, rows = bisect_left(offsets, end), min(_ROWS, wanted)
-            for first in range(bisect_left(offsets, self._position), after, rows):
-                last = min(first + rows, after)
+            after, step = bisect_left(offsets, end), max(_ROWS * len(deliveries) // max(_rows_in(deliveries), 1), 1)
+            for first in range(bisect_left(offsets, self._position), after, min(step, wanted)):
+                last = min(first + min(step, wanted), after)
                 chosen = deliveries[first:last]
                 if self._filter is not None:
                     chosen = [delivery for delivery in chosen if self._filter.passes(delivery)]
                 if chosen:
-                    yield record_batch(chosen, stream, self._names)
+                    batch = record_batch(chosen, stream, self._names)
+                    yield batch
+                    if self._metrics is not None:
+                        self._metrics.streams.rows[stream] += batch.num_rows
                 self._progressed()  # time that the caller spends on the rows does not count
-                if self._metrics is not None:
-                    self._metrics.streams.rows[stream] += len(chosen)
                 self._position = offsets[last - 1] + 1
             if offsets[-1] >= end - 1:
                 self._position = end
@@ -243,6 +245,11 @@ class RangeReader:
     @property
     def _left(self) -> StreamRange:
         return StreamRange(self._range.stream, self._position, self._range.end)
+
+
+def _rows_in(deliveries: Iterable[RawDelivery]) -> int:
+    counts = (messages_in(delivery.properties) for delivery in deliveries)
+    return sum(1 if count is None else count for count in counts)
 
 
 class ValueFilter:

@@ -127,7 +127,7 @@ class RelayClient(NullListener):
         last_error: The error of the last failed attempt.
         declared_at: The time when this channel's set-up declared or found the stage, or None before the first.
         counts: The counts of the queue.
-        unsettled: The number of messages that another epoch would read, when last determined.
+        unsettled: The number of entries that another epoch would read, when last determined.
     """
 
     def __init__(self, options: StageOptions, session: StageSession, settings: ConnectionSettings) -> None:

@@ -23,7 +23,7 @@ from reliable_mq.url import parse_url
 
 __all__ = ["StageRelay"]
 
-_LONG_TAIL: Final = 20_000  # messages
+_LONG_TAIL: Final = 64_000  # messages
 
 
 class StageRelay:
@@ -72,7 +72,7 @@ class StageRelay:
 
     @property
     def tail_messages(self) -> int:
-        """The number of messages read from the end of the stage, since the relay began."""
+        """The number of entries read from the end of the stage, since the relay began."""
         return self._session.tail_messages
 
     def wait_declared(self, timeout: float) -> None:
@@ -125,10 +125,8 @@ class StageRelay:
         Raises:
             ReliableMQError: If an error has ended the relay.
         """
-        client, moved = self._client, self._client.moved
-        self._wait_for(
-            lambda: not self._is_active() or client.unsettled <= _LONG_TAIL or client.moved != moved, timeout
-        )
+        client, moved, most = self._client, self._client.moved, _LONG_TAIL // self._options.messages_per_entry
+        self._wait_for(lambda: not self._is_active() or client.unsettled <= most or client.moved != moved, timeout)
 
     def _is_active(self) -> bool:
         return self._client.state is RelayState.ACTIVE

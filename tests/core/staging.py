@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 from reliable_mq.codec import RawDelivery
-from reliable_mq.core.stage.envelope import parts_of, unstaged
+from reliable_mq.core.stage.envelope import MOST_MESSAGES, message_id_of, unstaged
 from reliable_mq.core.stage.options import StageOptions
 from reliable_mq.core.stage.session import (
     TRANSITIONS,
@@ -30,6 +30,7 @@ class CheckedSession(follows(TRANSITIONS), StageSession):  # type: ignore[misc]
 
 
 def stage_options(partitions: int = 1, **changed: Any) -> StageOptions:
+    changed = {"messages_per_entry": MOST_MESSAGES, **changed}
     return StageOptions(url="amqp://localhost/", queue="orders", stage="stage", partitions=partitions, **changed)
 
 
@@ -70,9 +71,8 @@ class Stage:
 
     def originals(self) -> list[bytes]:
         """Return the properties of all staged messages, without headers and markers."""
-        found = (unstaged(*each) for log in self.logs.values() for each in log)
-        staged = (original for item in found if item is not None and (original := item[1]) is not None)
-        ids = (parts_of(original.properties).message_id for original in staged)
+        entries = (unstaged(*each) for log in self.logs.values() for each in log)
+        ids = [message_id_of(each.properties) for entry in entries if entry is not None for each in entry.originals]
         return [properties(message_id=message_id.decode() if message_id else None) for message_id in ids]
 
     def from_offset(self, name: str, start: int | str) -> Iterator[tuple[int, tuple[bytes, bytes]]]:

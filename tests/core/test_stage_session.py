@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from reliable_mq.codec import RawDelivery
+from reliable_mq.codec import Properties, RawDelivery
 from reliable_mq.core.stage import session as module
 from reliable_mq.core.stage.envelope import marker, unstaged
 from reliable_mq.core.stage.options import MissingId, shard
@@ -63,12 +63,12 @@ class Bench:
         self.channel.carry_out(now)
 
 
-def test_a_delivery_is_acked_once_its_copy_is_confirmed() -> None:
-    """It is not acked earlier."""
+def test_deliveries_are_acked_once_their_entry_is_confirmed() -> None:
+    """They are not acked earlier."""
     bench = Bench(3)
     bench.begin()
     bench.move(3)
-    assert (bench.session.outstanding, bench.session.unconfirmed) == (3, 3)
+    assert (bench.session.outstanding, bench.session.unconfirmed) == (3, 1)
     assert bench.session.held > 0
     assert len(bench.channel.unacked) == 3
     bench.confirm()
@@ -263,15 +263,13 @@ def test_the_key_decides_on_the_partition() -> None:
     bench = Bench(20, partitions=3)
     bench.begin()
     bench.move(20)
-    sizes = [len(log) for log in bench.stage.logs.values()]
-    assert sum(sizes) == 23
-    assert min(sizes) > 1
+    assert [len(log) for log in bench.stage.logs.values()] == [2, 2, 2]
+    assert len(bench.stage.originals()) == 20
     for number, log in enumerate(bench.stage.logs.values()):
         for raw, body in log[1:]:
-            found = unstaged(raw, body)
-            assert found is not None
-            assert found[1] is not None
-            assert shard(found[1].properties[3:], 3) == number
+            entry = unstaged(raw, body)
+            assert entry is not None
+            assert {shard(each.properties[3:], 3) for each in entry.originals} == {number}
 
 
 def test_low_stays_until_the_tail_is_accounted_for() -> None:
@@ -351,13 +349,14 @@ def test_a_shared_queue_may_requeue_messages_late(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_the_next_epoch_reads_no_copy_that_was_settled(partitions: int) -> None:
-    """This holds for copies of all epochs before a marker that ends one."""
+def test_the_next_epoch_reads_no_entry_that_was_settled(partitions: int) -> None:
+    """This holds for entries of all epochs before a marker that ends one."""
     bench, now = Bench(partitions=partitions), 0.0
     for epoch in range(1, 4):
         bench.queue.extend(Queued(f"{epoch}-{number}") for number in range(6))
         bench.begin(now)
-        bench.move(6, now)
+        for _ in range(6):
+            bench.move(1, now)
         bench.confirm(now)
         assert bench.session.tail == 6 * (epoch - 1)
         assert bench.session.unsettled(now) >= 6 * epoch
@@ -502,7 +501,7 @@ def test_messages_behind_the_end_of_a_read_are_acked() -> None:
 def test_a_stage_of_a_newer_version_ends_the_relay() -> None:
     """A new connection would not help: each one adds another marker to the stage."""
     bench = Bench()
-    newer = marker(b"formerly").replace(b"\x01\x01\xff", b"\x02\x01\xff")
+    newer = marker(b"formerly").replace(b"\xff\x01\0\xff", b"\xff\x02\0\xff")
     bench.stage.logs["stage-0"].append((newer, b""))
     bench.channel.write(bench.session.opened(1, 1, FRAME_MAX, bytes(8), 0.0))
     bench.channel.carry_out(0.0)
@@ -578,18 +577,39 @@ def test_a_count_within_a_value_is_none(value: object, counted: dict[str, object
     assert bench.session.prefetch == expected
 
 
-def test_names_are_encoded_again_where_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache of encoded names is bounded."""
-    monkeypatch.setattr(module, "_NAMES_KEPT", 2)
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([10] * 130, [64, 64, 2]),
+        ([30_000] * 5, [2, 2, 1]),
+        ([65_000, 65_000, 10], [1, 2]),
+        ([100_000, 10, 10, 100_000], [1, 2, 1]),
+    ],
+)
+def test_an_entry_is_bounded_in_messages_and_bytes(sizes: list[int], expected: list[int]) -> None:
+    """A message above the limit of bytes has an entry of its own. The order is kept."""
     bench = Bench()
+    bench.queue.extend(Queued(f"m{number}", bytes(size)) for number, size in enumerate(sizes))
     bench.begin()
-    for tag in range(2, 7):
-        bench.channel.write(bench.session.delivered([delivery(tag, key=f"key-{tag}")], 0.0))
-    bench.channel.carry_out(0.0)
-    found = [unstaged(*each) for each in bench.stage.logs["stage-0"][1:]]
-    assert [each[1].routing_key for each in found if each is not None and each[1] is not None] == [
-        f"key-{tag}" for tag in range(2, 7)
-    ]
+    bench.move(len(sizes))
+    entries = [unstaged(*each) for each in bench.stage.logs["stage-0"][1:]]
+    assert [len(each.originals) for each in entries if each is not None] == expected
+    assert [message.properties for message in bench.channel.unacked.values()] == bench.stage.originals()
+    bench.confirm()
+    assert bench.session.statistics.moved == len(sizes)
+    assert not bench.channel.unacked
+
+
+def test_an_entry_of_one_message_can_be_read_by_others() -> None:
+    """With one message for each entry, the body and the id are those of the message."""
+    bench = Bench(messages_per_entry=1)
+    bench.queue.extend(Queued(f"m{number}", b"body %d" % number) for number in range(3))
+    bench.begin()
+    bench.move(3)
+    found = [(Properties(raw).message_id, body) for raw, body in bench.stage.logs["stage-0"][1:]]
+    assert found == [("m0", b"body 0"), ("m1", b"body 1"), ("m2", b"body 2")]
+    bench.confirm()
+    assert not bench.channel.unacked
 
 
 def test_late_confirms_and_acks_without_a_channel_do_nothing() -> None:

@@ -12,7 +12,7 @@ OUR_MARKER = Mark(UNKNOWN, US, True)
 OLD_MARKER = Mark(UNKNOWN, OTHER, True)
 
 
-def copy(low: int) -> Mark:
+def entry(low: int) -> Mark:
     return Mark(low, OTHER, False)
 
 
@@ -29,7 +29,7 @@ def read(tail: Tail, log: list[Mark | None], first: int = 0, chunk: int = 2, gap
             mark = log[offset - first]
             if offset == gap:
                 continue
-            if tail.read(offset, mark, None if mark is None else str(offset).encode()):
+            if tail.read(offset, mark, [] if mark is None else [str(offset).encode()]):
                 break
         else:
             raise AssertionError("the marker was not seen")
@@ -46,7 +46,7 @@ def test_an_empty_stage_has_no_tail() -> None:
 def test_the_mark_before_the_marker_says_where_to_begin() -> None:
     """The messages below the mark are settled."""
     tail = Tail(US)
-    assert read(tail, [copy(0)] * 90 + [copy(88)] * 10 + [OUR_MARKER]) == ["last", 88]
+    assert read(tail, [entry(0)] * 90 + [entry(88)] * 10 + [OUR_MARKER]) == ["last", 88]
     assert (tail.low, tail.marker) == (88, 100)
     assert tail.identities == [str(offset).encode() for offset in range(88, 100)]
 
@@ -54,22 +54,22 @@ def test_the_mark_before_the_marker_says_where_to_begin() -> None:
 def test_a_tail_within_the_last_chunk_is_read_once() -> None:
     """The chunk with the marker has the whole tail."""
     tail = Tail(US)
-    assert read(tail, [copy(0), copy(0), copy(2), OUR_MARKER], chunk=2) == ["last"]
+    assert read(tail, [entry(0), entry(0), entry(2), OUR_MARKER], chunk=2) == ["last"]
     assert tail.identities == [b"2"]
 
 
 def test_behind_markers_it_looks_further_back() -> None:
     """Relays that died before they had read the tail left markers."""
     tail = Tail(US)
-    log = [copy(0)] * 100 + [copy(99)] + [OLD_MARKER] * 200 + [OUR_MARKER]
+    log = [entry(0)] * 100 + [entry(99)] + [OLD_MARKER] * 200 + [OUR_MARKER]
     assert read(tail, log) == ["last", 301 - 64, 0]
     assert (tail.low, tail.identities) == (99, [b"99", b"100"])
 
 
 def test_messages_of_others_have_no_mark() -> None:
-    """They are not copies, and have no information."""
+    """They are no entries, and have no information."""
     tail = Tail(US)
-    assert read(tail, [copy(0), None, None, None, OUR_MARKER]) == ["last", 0]
+    assert read(tail, [entry(0), None, None, None, OUR_MARKER]) == ["last", 0]
     assert tail.identities == [b"0"]
 
 
@@ -80,24 +80,24 @@ def test_a_stage_of_markers_alone_has_no_tail() -> None:
     assert (tail.low, tail.identities) == (0, [])
     assert tail.is_empty
     read(tail := Tail(US), [OLD_MARKER, Mark(1, OTHER, True), OUR_MARKER])
-    assert not tail.is_empty  # all copies before the second marker are settled
+    assert not tail.is_empty  # all entries before the second marker are settled
 
 
 def test_a_tail_that_retention_has_cut_is_read_from_there() -> None:
     """The stream begins later than requested."""
     tail = Tail(US)
-    assert read(tail, [copy(10)] * 50 + [OUR_MARKER], first=1000) == ["last", 10]
+    assert read(tail, [entry(10)] * 50 + [OUR_MARKER], first=1000) == ["last", 10]
     assert len(tail.identities) == 50
     tail = Tail(US)
     assert read(tail, [OLD_MARKER] * 50 + [OUR_MARKER], first=1000) == ["last", 1050 - 64, 1050 - 1024]
     assert tail.identities == []
 
 
-@pytest.mark.parametrize("between", [OLD_MARKER, copy(90)])
+@pytest.mark.parametrize("between", [OLD_MARKER, entry(90)])
 def test_a_gap_where_a_read_begins_is_no_cut(between: Mark) -> None:
-    """RabbitMQ leaves a gap when it rolls a segment. The copies before it exist."""
+    """RabbitMQ leaves a gap when it rolls a segment. The entries before it exist."""
     tail = Tail(US)
-    log = [copy(90)] * 136 + [OLD_MARKER] + [between] * 60 + [OLD_MARKER] * 3 + [OUR_MARKER]
+    log = [entry(90)] * 136 + [OLD_MARKER] + [between] * 60 + [OLD_MARKER] * 3 + [OUR_MARKER]
     assert read(tail, log, gap=136)[:2] == ["last", 136]
     assert tail.low == 90
     assert tail.identities[:46] == [str(offset).encode() for offset in range(90, 136)]
@@ -106,9 +106,9 @@ def test_a_gap_where_a_read_begins_is_no_cut(between: Mark) -> None:
 def test_markers_of_others_do_not_end_a_read() -> None:
     """Only our marker is behind all publishes of earlier epochs."""
     tail = Tail(US)
-    assert not tail.read(0, OLD_MARKER, None)
-    assert not tail.read(1, copy(0), b"1")
-    assert tail.read(2, OUR_MARKER, None)
+    assert not tail.read(0, OLD_MARKER)
+    assert not tail.read(1, entry(0), [b"1"])
+    assert tail.read(2, OUR_MARKER)
     assert tail.identities == [b"1"]
 
 

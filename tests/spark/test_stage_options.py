@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties, split_properties
-from reliable_mq.core.stage.envelope import marker, names_of, parts_of, staged
+from reliable_mq.core.stage.envelope import marker, original_parts, staged
 from reliable_mq.errors import ConfigurationError, Difference
 from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.options import is_staged, staged_options
@@ -110,7 +110,7 @@ def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
         ({"endingOffsets": "latest"}, "endingOffsets"),
         (
             {"streamFilter": "eu"},
-            "streamFilter needs stageBy=none and a binding or shovel: copies of our relay have no",
+            "streamFilter needs stageBy=none and a binding or shovel: entries have no",
         ),
     ],
 )
@@ -141,17 +141,19 @@ def test_a_stage_is_for_streaming_queries() -> None:
         staged_options(GIVEN, streaming=False)
 
 
-def test_rows_of_staged_messages_are_those_of_their_originals() -> None:
+def test_rows_of_an_entry_are_those_of_its_messages() -> None:
     """Markers produce no rows, and messages of other programs are unchanged.
 
-    The offset comes from the stage, and the delivery count from the original.
+    The offset is that of the entry, and the delivery count comes from the message.
     """
     raw = properties(message_id="m", headers={"items": [1, 2], "x-delivery-count": 3}, user_id=b"\5guest")
     original = RawDelivery("work", 1, True, "exchange", "key", raw, b"body")
-    copy, body = staged(names_of("orders", "exchange", "key"), original, parts_of(raw), 0, bytes(8), 0)
+    second = RawDelivery("work", 2, False, "", "orders", properties(), b"second")
+    parts = [*original_parts(original), *original_parts(second)]
+    entry, body = staged("orders", parts, 2, 0, low=0, epoch=bytes(8))
     deliveries = [
         RawDelivery("task", 1, False, "", "stage", with_offset(marker(bytes(8)), 4), b""),
-        RawDelivery("task", 2, False, "", "stage", with_offset(copy, 5), body),
+        RawDelivery("task", 2, False, "", "stage", with_offset(entry, 5), body),
         RawDelivery("task", 3, False, "", "stage", with_offset(properties(message_id="other", headers={}), 6), b"x"),
     ]
     names = ("body", "queue", "offset", "exchange", "routing_key", "redelivered", "headers", "message_id", "user_id")
@@ -160,6 +162,7 @@ def test_rows_of_staged_messages_are_those_of_their_originals() -> None:
     rows = record_batch(deliveries, "stage", names).to_pylist()
     assert [tuple(row.values()) for row in rows] == [
         (b"body", "orders", 5, "exchange", "key", True, [("items", "[1, 2]"), counted], "m", "guest", 3),
+        (b"second", "orders", 5, "", "orders", False, [], None, None, None),
         (b"x", "stage", 6, "", "stage", False, [], "other", None, None),
     ]
     assert record_batch(deliveries[:1], "stage", ("body",)).num_rows == 0

@@ -12,6 +12,7 @@ from integration.bench import child
 from integration.bench.broker import BenchBroker
 from integration.bench.contender import Bar, Contender, Job, Limit, Measure, Meter, Role, Sample
 from reliable_mq import Delivery, Message, Queue
+from reliable_mq.core.stage.envelope import MOST_MESSAGES
 from reliable_mq.stage import StageOptions, StageRelay
 from reliable_mq.sync.consumer import Consumer
 from reliable_mq.sync.publisher import Publisher
@@ -23,7 +24,7 @@ BATCH = 500
 def run_relay(job: Job) -> Sample:
     """Measure the relay, from its first delivery until all is confirmed and acked."""
     stage, broker, meter = f"{job.queue}.stage", BenchBroker(job.url), Meter()
-    relay = StageRelay(StageOptions(url=job.url, queue=job.queue, stage=stage))
+    relay = StageRelay(StageOptions(url=job.url, queue=job.queue, stage=stage, messages_per_entry=MOST_MESSAGES))
     relay.start()
     broker.wait_for_first_delivery(job.queue, job.messages)
     meter.start()

@@ -24,6 +24,7 @@ from zlib import crc32
 from reliable_mq._util.validation import check_flag, is_text, seconds, whole_number
 from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
+from reliable_mq.core.stage.envelope import MOST_MESSAGES
 from reliable_mq.errors import ConfigurationError, TopologyMismatch
 from reliable_mq.topology import Binding, Declaration, Exchange, Queue
 
@@ -70,6 +71,8 @@ class StageOptions:
         max_bytes: The size above which each partition drops its oldest messages, in bytes. None for no limit.
         missing_id: The treatment of a message without ``message_id``: refuse it, which ends the relay with an error, or
             move it, perhaps twice if a relay dies.
+        messages_per_entry: The maximum number of messages of the queue in one message of the stage, 1 to 64. If it is
+            1, other programs can read the stage. More take less of the broker's CPU time.
         max_outstanding: The maximum number of unacked messages.
         max_outstanding_bytes: The approximate maximum total size of the unacked messages, in bytes.
         confirm_timeout: The seconds without a confirm after which the connection is replaced.
@@ -92,6 +95,7 @@ class StageOptions:
     retention: str | None = "7D"
     max_bytes: int | None = None
     missing_id: MissingId = MissingId.REFUSE
+    messages_per_entry: int = 1
     max_outstanding: int = 2000
     max_outstanding_bytes: int = 64 * 2**20
     confirm_timeout: float = 30.0
@@ -111,6 +115,7 @@ class StageOptions:
         for name, number, most in (
             ("partitions", self.partitions, _MOST_PARTITIONS),
             ("max_bytes", self.max_bytes, None),
+            ("messages_per_entry", self.messages_per_entry, MOST_MESSAGES),
             ("max_outstanding", self.max_outstanding, 65_535),
             ("max_outstanding_bytes", self.max_outstanding_bytes, None),
         ):

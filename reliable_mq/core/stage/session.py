@@ -1,4 +1,4 @@
-"""The relay's decision on each delivery: publish a copy, ack, or stop. No I/O.
+"""The relay's decision on each delivery: publish it, ack it, or stop. No I/O.
 
 A session lives as long as the relay. An epoch lives as long as one channel, on which the relay both consumes the queue
 and publishes into the stage. When the broker gives the lock of the stage to another channel, this channel is gone and
@@ -6,7 +6,7 @@ can publish nothing more. The steps of an epoch::
 
     opened        FENCING   publishes a marker into each partition
     confirmed     READING   reads the tail of each partition (`reliable_mq.core.stage.tail`)
-    tail_read     MOVING    publishes a copy of each delivery; acks the delivery once the copy is confirmed
+    tail_read     MOVING    publishes the deliveries in entries; acks them once their entry is confirmed
     repeated      ENDING    writes nothing more: the queue delivers a message of this epoch again
     lost          CLOSED    forgets everything: the broker requeues unacked deliveries
 
@@ -20,8 +20,9 @@ queue delivers again on the same channel (`reliable_mq.core.stage.tail.Moved`).
 
 Invariants:
 
-- A delivery is acked only after its copy was confirmed, in this epoch or in an earlier one.
-- A copy in the tail accounts for at most one redelivered message.
+- A delivery is acked only after an entry that holds it was confirmed, in this epoch or in an earlier one.
+- A message in the tail accounts for at most one redelivered message.
+- An entry holds deliveries that came together, so none waits for others. In each partition, they keep their order.
 - The tail is given up only when none of its messages can be delivered any more. Either all were delivered or, after a
   while, the queue was empty with nothing unacked, or so many messages were delivered for the first time (`PASSED`) that
   the requeued ones, which a queue delivers first, must have been delivered before. The while is longer
@@ -42,7 +43,16 @@ from reliable_mq.codec import RawDelivery, append_publish, encode_ack, publish_h
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.core.publisher.confirms import ConfirmTracker
-from reliable_mq.core.stage.envelope import UNKNOWN, Mark, identity, marker, names_of, parts_of, staged, unstaged
+from reliable_mq.core.stage.envelope import (
+    UNKNOWN,
+    Mark,
+    identity,
+    marker,
+    message_id_of,
+    original_parts,
+    staged,
+    unstaged,
+)
 from reliable_mq.core.stage.options import MissingId, StageOptions, shard
 from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
 from reliable_mq.core.statistics import PeakAverage, StageStatistics
@@ -62,7 +72,7 @@ A cluster notices the death of a node after up to 75 s. RabbitMQ 4.3 requeues af
 
 _FIRST: Final = 8  # the prefetch while sizes are unknown: 128 MiB at the very most
 _MORE: Final = 8  # the maximum factor by which the prefetch grows as sizes become known
-_NAMES_KEPT: Final = 4096  # the maximum number of cached pairs of exchange and routing key
+_MOST_BYTES: Final = 65_536  # of an entry with more than one message
 _SLACK: Final = 1.1  # the multiple of the limit of bytes above which reading pauses
 _KEPT: Final = 2  # the acked messages that may come again, as a multiple of the maximum prefetch
 
@@ -90,12 +100,13 @@ del _S
 
 
 @dataclass(slots=True)
-class _Copy:
+class _SentEntry:
     partition: int
-    number: int  # the number in `Settled`; 0 for a marker
-    delivery_tag: int
-    size: int
-    key: int | None  # in `Moved`; None without a message id
+    number: int = 0  # the number in `Settled`; 0 for a marker
+    size: int = 0
+    parts: list[bytes] = field(default_factory=list)  # of the body, until it is published
+    delivery_tags: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)  # in `Moved`; of the messages with an id
 
 
 @dataclass(slots=True)
@@ -118,9 +129,9 @@ class _Epoch:
     tail: Counter[bytes] = field(default_factory=Counter)
     passed: int = 0
     returned: dict[int, int] = field(default_factory=dict)  # how often a delivery was returned, by its tag
-    held: int = 0  # bytes of deliveries whose copies are not confirmed
+    held: int = 0  # bytes of entries that are not confirmed
     unmarked: int = 0  # markers that are not confirmed
-    confirmed: list[_Copy] = field(default_factory=list)  # confirmed copies whose originals are not acked
+    confirmed: list[_SentEntry] = field(default_factory=list)  # confirmed entries whose deliveries are not acked
     moving_since: float = 0.0
     accounted_at: float = float("-inf")  # when a message of the tail was last acked
 
@@ -134,15 +145,14 @@ class StageSession:
         self.prefetch_granted = 0  # the prefetch of the present subscription, set by the owner
         self.shared = False  # whether the queue had other consumers at first (`QueueCounts`), set by the owner
         self.error: ReliableMQError | None = None  # why nothing more can be moved
-        self.tail_messages = 0  # messages of tails read so far, in all epochs
+        self.tail_messages = 0  # entries of tails read so far, in all epochs
         self._options = options
         self._key_of = options.key_reader()
-        self._confirms: ConfirmTracker[_Copy] = ConfirmTracker()
+        self._confirms: ConfirmTracker[_SentEntry] = ConfirmTracker()
         self._acks = AckBatcher(ack_interval=0.0, prefetch=0)
         self._epoch: _Epoch | None = None
         self._average = PeakAverage()
         self._progress_at = 0.0
-        self._names: dict[tuple[str, str], bytes] = {}
 
     # -- the epoch
 
@@ -225,7 +235,7 @@ class StageSession:
             self.error = error
         if over and each.tail.start is None and each.settled is None:
             each.settled = Settled(each.tail.low, each.tail.marker)
-            epoch.tail.update(filter(None, each.tail.identities))
+            epoch.tail.update(each.tail.identities)
             each.tail.identities.clear()
         if over or each.tail.start != "last":
             self._progress_at = now
@@ -243,7 +253,7 @@ class StageSession:
     # -- moving
 
     def delivered(self, deliveries: Sequence[RawDelivery], now: float) -> bytes:
-        """Process deliveries of the queue. Return the copies and acks to write.
+        """Process deliveries of the queue. Return the entries and acks to write.
 
         A message that cannot be moved sets `error`, and nothing behind it is moved. A message that this epoch has moved
         ends it: its owner writes these frames and opens another channel.
@@ -256,15 +266,14 @@ class StageSession:
             self._progress_at = now
         options = self._options
         frames: list[bytes] = []
-        copies: list[_Copy] = []
+        entries: dict[int, _SentEntry] = {}  # by partition: the entry that takes more
         done: list[int] = []
-        size = 0
-        count = len(options.streams)
+        size = messages = 0
+        count, most = len(options.streams), options.messages_per_entry
         resolved = self._is_resolved(now)
         lows = [_settled(each).low(now, resolved=resolved) for each in epoch.partitions]
         for delivery in deliveries:
-            parts = parts_of(delivery.properties)
-            message_id = parts.message_id
+            message_id = message_id_of(delivery.properties)
             if not message_id and options.missing_id is MissingId.REFUSE:
                 self.error = _without_id(options.queue, delivery)
                 break
@@ -291,27 +300,48 @@ class StageSession:
             elif epoch.tail:
                 epoch.passed += 1
             index = shard(self._key_of(delivery, message_id), count) if count > 1 else 0
-            each = epoch.partitions[index]
-            names = self._names_of(delivery.exchange, delivery.routing_key)
-            properties, body = staged(names, delivery, parts, lows[index], epoch.name, epoch.frame_max)
-            append_publish(frames, each.head, epoch.channel, properties, body, epoch.frame_max)
-            held = len(body) + len(properties)
+            parts = original_parts(delivery)
+            held = sum(map(len, parts))
+            entry = entries.get(index)
+            if entry is None or entry.size + held > _MOST_BYTES or len(entry.delivery_tags) == most:
+                if entry is not None:
+                    frames += self._published(entry, lows)
+                entry = entries[index] = _SentEntry(index)
+            entry.size += held
+            entry.parts += parts
+            entry.delivery_tags.append(delivery.delivery_tag)
             size += held
+            messages += 1
             if key is not None:
                 epoch.moved.add(key, returns)
-            copies.append(_Copy(index, _settled(each).published(), delivery.delivery_tag, held, key))
+                entry.keys.append(key)
+        for entry in entries.values():
+            frames += self._published(entry, lows)
         if epoch.passed >= PASSED and self._is_late(now):
             epoch.tail.clear()
-        self._confirms.published(copies)
-        epoch.held += size
-        if copies:
-            self._average.observe(size / len(copies))
+        if messages:
+            self._average.observe(size / messages)
         self.statistics.moved_before += len(done)
         if done:
             epoch.accounted_at = now
             self._acked(done, now)
             frames.append(self._ack_frames())
         return b"".join(frames)
+
+    def _published(self, entry: _SentEntry, lows: Sequence[int]) -> list[bytes]:
+        epoch = self._opened
+        each = epoch.partitions[entry.partition]
+        messages, low = len(entry.delivery_tags), lows[entry.partition]
+        properties, body = staged(
+            self._options.queue, entry.parts, messages, epoch.frame_max, low=low, epoch=epoch.name
+        )
+        entry.parts.clear()
+        entry.number = _settled(each).published()
+        epoch.held += entry.size
+        self._confirms.published([entry])
+        frames: list[bytes] = []
+        append_publish(frames, each.head, epoch.channel, properties, body, epoch.frame_max)
+        return frames
 
     def confirmed(self, number: int, tag: int, multiple: bool) -> None:
         """Process a confirm of the broker. `acks` is called once after all of one read."""
@@ -320,22 +350,22 @@ class StageSession:
             self._opened.confirmed += settled
 
     def acks(self, now: float) -> bytes:
-        """Return the acks of the originals of confirmed copies, to write."""
+        """Return the acks of the deliveries in confirmed entries, to write."""
         if self._epoch is None or not self._epoch.confirmed:
             return b""
         epoch = self._epoch
         confirmed, epoch.confirmed = epoch.confirmed, []
         self._progress_at = now
-        tags = []
-        for copy in confirmed:
-            if not copy.number:
+        tags: list[int] = []
+        for entry in confirmed:
+            if not entry.number:
                 epoch.unmarked -= 1
                 continue
-            _settled(epoch.partitions[copy.partition]).acked(copy.number, now)
-            epoch.held -= copy.size
-            if copy.key is not None:
-                epoch.moved.acked(copy.key)
-            tags.append(copy.delivery_tag)
+            _settled(epoch.partitions[entry.partition]).acked(entry.number, now)
+            epoch.held -= entry.size
+            for key in entry.keys:
+                epoch.moved.acked(key)
+            tags += entry.delivery_tags
         if not epoch.unmarked and self.state is EpochState.FENCING:
             self.state = EpochState.READING
         self.statistics.moved += len(tags)
@@ -364,26 +394,26 @@ class StageSession:
 
     @property
     def is_new(self) -> bool:
-        """Whether a partition had no message before this epoch, apart from markers."""
+        """Whether a partition had no entry before this epoch, apart from markers."""
         return any(each.tail.is_empty for each in self._opened.partitions)
 
     @property
     def unconfirmed(self) -> int:
-        """The number of copies that are not confirmed, or whose originals are not acked."""
+        """The number of entries that are not confirmed, or whose deliveries are not acked."""
         return len(self._confirms) + (0 if self._epoch is None else len(self._epoch.confirmed))
 
     @property
     def held(self) -> int:
-        """The bytes of the deliveries whose copies are not confirmed."""
+        """The bytes of the deliveries whose entries are not confirmed."""
         return 0 if self._epoch is None else self._epoch.held
 
     @property
     def tail(self) -> int:
-        """The number of copies of earlier epochs that are not accounted for."""
+        """The number of messages of earlier epochs that are not accounted for."""
         return 0 if self._epoch is None else self._epoch.tail.total()
 
     def unsettled(self, now: float) -> int:
-        """Return the number of messages that another epoch would read. State: MOVING."""
+        """Return the number of entries that another epoch would read. State: MOVING."""
         resolved = self._is_resolved(now)
         return sum(_settled(each).unsettled(now, resolved=resolved) for each in self._opened.partitions)
 
@@ -423,19 +453,11 @@ class StageSession:
     def _markers(self, lows: Sequence[int]) -> bytes:
         epoch = self._opened
         epoch.unmarked += len(lows)
-        self._confirms.published([_Copy(index, 0, 0, 0, None) for index in range(len(lows))])
+        self._confirms.published([_SentEntry(index) for index in range(len(lows))])
         frames: list[bytes] = []
         for each, low in zip(epoch.partitions, lows, strict=True):
             append_publish(frames, each.head, epoch.channel, marker(epoch.name, low), b"", epoch.frame_max)
         return b"".join(frames)
-
-    def _names_of(self, exchange: str, routing_key: str) -> bytes:
-        names = self._names.get((exchange, routing_key))
-        if names is None:
-            if len(self._names) >= _NAMES_KEPT:
-                self._names.clear()
-            names = self._names[exchange, routing_key] = names_of(self._options.queue, exchange, routing_key)
-        return names
 
     def _acked(self, tags: Sequence[int], now: float) -> None:
         self._acks.finished(tags, now)
@@ -459,17 +481,14 @@ def _settled(partition: _PartitionEpoch) -> Settled:
     return partition.settled
 
 
-def _recognised(delivery: RawDelivery) -> tuple[Mark | None, bytes | None]:
-    found = unstaged(delivery.properties, delivery.body)
-    if found is None:
-        return None, None
-    mark, original = found
-    if original is None:
-        return mark, None
-    message_id = parts_of(original.properties).message_id
-    if not message_id:
-        return mark, None
-    return mark, identity(message_id, original.exchange, original.routing_key, original.body)
+def _recognised(delivery: RawDelivery) -> tuple[Mark | None, list[bytes]]:
+    """Return the mark of an entry, and the identities of its messages that have an id."""
+    entry = unstaged(delivery.properties, delivery.body)
+    if entry is None:
+        return None, []
+    ids = [(message_id_of(each.properties), each) for each in entry.originals]
+    identities = [identity(known, each.exchange, each.routing_key, each.body) for known, each in ids if known]
+    return entry.mark, identities
 
 
 def _without_id(queue: str, delivery: RawDelivery) -> ConsumeError:

@@ -1,36 +1,37 @@
-"""The tail of a stage: copies whose originals may not be acked.
+"""The tail of a stage: entries whose messages may not be acked.
 
-A relay that dies between the confirm of a copy and the ack of its original leaves the message in stage and queue. So
-each epoch of a relay (the time from one channel to its loss) begins by reading the end of each partition of the stage.
-The mark of every copy says where to begin: its ``low`` is an offset below which everything was settled when the copy
-was made.
+A relay that dies between the confirm of an entry and the ack of its messages leaves these in stage and queue. So each
+epoch of a relay (the time from one channel to its loss) begins by reading the end of each partition of the stage. The
+mark of every entry says where to begin: its ``low`` is an offset below which everything was settled when the entry was
+made.
 
-An epoch first publishes a marker. Once the marker is confirmed, all copies of an earlier epoch are before it, and none
+An epoch first publishes a marker. Once the marker is confirmed, all entries of an earlier epoch are before it, and none
 can follow: the channel of that epoch is gone, or this relay could not have become the active one. The ``low`` of this
 marker is unknown. So the mark before it counts, and if that is also such a marker, the one before it. A relay that
-closes publishes another marker, with its ``low``, so that the next epoch reads no copies that are settled by then.
+closes publishes another marker, with its ``low``, so that the next epoch reads no entries that are settled by then.
 
 `Moved` finds messages that a quorum queue delivers again while the channel lives. Its leader takes all deliveries of a
 channel back when it loses the link to the channel's node, ignores later acks of them, and delivers the messages again
 when the link is back. They are the unacked ones, and the latest acked ones, whose acks came too late: at most as many
 as the prefetch.
 
-`Settled` computes ``low``. It is the ``low`` of the tail until all copies of earlier epochs are accounted for, by acks
-that are old enough. After that, it is one more than the offset of the marker, plus one for each copy whose original was
-acked long enough ago. Other programs may publish into a partition, which only increases offsets, so ``low`` is never
-too high. An ack has no answer. A queue may lose an ack with its channel, and a classic queue forgets acks of its last
-second or more when its broker is killed.
+`Settled` computes ``low``. It is the ``low`` of the tail until all messages of earlier epochs are accounted for, by
+acks that are old enough. After that, it is one more than the offset of the marker, plus one for each entry whose
+messages were acked long enough ago. Other programs may publish into a partition, which only increases offsets, so
+``low`` is never too high. An ack has no answer. A queue may lose an ack with its channel, and a classic queue forgets
+acks of its last second or more when its broker is killed.
 
 Invariants:
 
-- Every unsettled copy of an earlier epoch lies between ``low`` and the marker.
+- Every unsettled entry of an earlier epoch lies between ``low`` and the marker.
 - ``low`` never decreases within an epoch.
-- Memory is bounded by the number of unsettled copies, and of acked ones that `Moved` keeps.
+- Memory is bounded by the number of unsettled messages, and of acked ones that `Moved` keeps.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final, Literal
 
 from reliable_mq.core.stage.envelope import Mark
@@ -55,16 +56,16 @@ class Tail:
         start: Where the next read begins: an offset, or ``"last"`` for the last chunk. None once the tail is read.
         low: The lowest offset that may be unsettled, once the tail is read.
         marker: The offset of the marker, once the tail is read.
-        identities: The identities of the copies between ``low`` and the marker, in order, once the tail is read. None
-            for a copy that cannot be recognised.
-        is_empty: Whether the partition never had a copy as far as is known, once the tail is read.
+        identities: The identities of the messages in the entries between ``low`` and the marker, in order, once the
+            tail is read. Messages without an id have none.
+        is_empty: Whether the partition never had an entry as far as is known, once the tail is read.
     """
 
     def __init__(self, epoch: bytes) -> None:
         self.start: int | Literal["last"] | None = "last"
         self.low = 0
         self.marker = 0
-        self.identities: list[bytes | None] = []
+        self.identities: list[bytes] = []
         self.is_empty = False
         self._epoch = epoch
         self._back = _BACK
@@ -75,12 +76,12 @@ class Tail:
     def _begin_read(self) -> None:
         self._first: int | None = None  # the first offset of this read
         self._known: int | None = None  # the latest known low
-        self._copies: list[tuple[int, bytes | None]] = []
+        self._entries: list[tuple[int, Sequence[bytes]]] = []
 
-    def read(self, offset: int, mark: Mark | None, identity: bytes | None) -> bool:
+    def read(self, offset: int, mark: Mark | None, identities: Sequence[bytes] = ()) -> bool:
         """Process the next message of a read. Return whether the read is over.
 
-        ``mark`` is None for a message that is not ours. ``identity`` is None for that, and for a message without an id.
+        ``mark`` is None for a message that is no entry.
         """
         if self._first is None:
             self._first = offset
@@ -92,7 +93,7 @@ class Tail:
             if mark.low >= 0:
                 self._known = mark.low
             if not mark.is_marker:
-                self._copies.append((offset, identity))
+                self._entries.append((offset, identities))
         return False
 
     def _next(self, first: int) -> None:
@@ -109,8 +110,8 @@ class Tail:
             self.start, self._last = known, True
         else:
             self.low = known or 0
-            self.is_empty = not self.low and not self._copies
-            self.identities = [identity for offset, identity in self._copies if offset >= self.low]
+            self.is_empty = not self.low and not self._entries
+            self.identities = [each for offset, found in self._entries if offset >= self.low for each in found]
             self.start = None
         self._begin_read()
 
@@ -122,13 +123,13 @@ class Settled:
         self._low = low
         self._marker = marker
         self._published = 0
-        self._prefix = 0  # copies at the beginning whose originals are acked
+        self._prefix = 0  # entries at the beginning whose messages are acked
         self._ahead: set[int] = set()
         self._certain = 0
         self._history: deque[tuple[float, float, int]] = deque()  # first time, last time, and the prefix at the last
 
     def published(self) -> int:
-        """Count a copy. Return its number, from 1."""
+        """Count an entry. Return its number, from 1."""
         self._published += 1
         return self._published
 
@@ -157,7 +158,7 @@ class Settled:
         return self._marker + 1 + self._certain if resolved else self._low
 
     def unsettled(self, now: float, *, resolved: bool) -> int:
-        """Return the number of messages from ``low`` to the last copy."""
+        """Return the number of entries from ``low`` to the last one."""
         return self._marker + 1 + self._published - self.low(now, resolved=resolved)
 
 
