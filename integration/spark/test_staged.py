@@ -249,7 +249,7 @@ def test_options_of_stream_mode_hold_for_a_stage(vhost: VirtualHost) -> None:
     boundary = int(time.time()) + 2  # AMQP times are whole seconds
     wait_until(lambda: time.time() > boundary + 0.1, timeout=10, what="two seconds to pass")
     second = publish(vhost, 20)
-    ended(vhost, at)
+    ended(vhost, at, stageMessagesPerEntry="1")
     given = {"url": vhost.url, **STAGED, "startingTimestamp": str(boundary * 1000), "maxRecordsPerPartition": "8"}
     parts, _ = read_to_the_end(given)
     assert sorted(chain(*parts)) == sorted(second)

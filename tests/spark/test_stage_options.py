@@ -105,6 +105,7 @@ def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
         ({"stageRetention": "7 days"}, "stageRetention must be a number with a unit of Y, M, D, h, m or s, such as 7D"),
         ({"stageMaxBytes": "0"}, "stageMaxBytes must be a whole number of at least 1, not 0"),
         ({"stageMissingId": "maybe"}, "stageMissingId must be refuse or repeat"),
+        ({"stageMessagesPerEntry": "65"}, "stageMessagesPerEntry must be a whole number from 1 to 64"),
         ({"stageKey": "body"}, "stageKey must be message_id"),
         ({"stage": "orders"}, "queue and stage are both"),
         ({"endingOffsets": "latest"}, "endingOffsets"),
@@ -132,6 +133,25 @@ def test_a_stage_mismatch_is_explained_by_its_options() -> None:
     assert (explained.kind, explained.name, len(explained.differences)) == ("queue", "orders.stage", 3)
     other = mismatch_from_differences("queue", "orders.stage", [Difference("x-queue-type", "stream", "quorum")])
     assert relay.explained(other) is other
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({}, 64),
+        ({"maxMessagesPerTrigger": "100000"}, 1),
+        ({"minMessagesPerTrigger": "100"}, 1),
+        ({"maxBytesPerTrigger": "1000000"}, 1),
+        ({"maxRecordsPerPartition": "1000"}, 1),
+        ({"maxRecordsPerPartition": "1000", "stageMessagesPerEntry": "8"}, 8),
+        ({"stageMessagesPerEntry": "1"}, 1),
+    ],
+)
+def test_limits_count_messages_by_default(changed: dict[str, str], expected: int) -> None:
+    """They count entries, so by default these have one message then."""
+    relay = staged_options({**GIVEN, **changed}, streaming=True).relay
+    assert relay is not None
+    assert relay.messages_per_entry == expected
 
 
 def test_a_stage_is_for_streaming_queries() -> None:

@@ -39,7 +39,7 @@ LOOKS_PER_COUNT = 4  # readings for each count of rows, which costs the JVM CPU 
 WARMUPS = 2  # reads before the measured one
 TICKS = os.sysconf("SC_CLK_TCK")
 BEGUN = 60.0  # seconds for the first, empty batch of a query
-RELAY = (sys.executable, "-m", "reliable_mq.cli", "stage")
+RELAY = (sys.executable, "-m", "reliable_mq.cli", "stage", "--messages-per-entry", "64")
 
 
 @dataclass(frozen=True, slots=True)
