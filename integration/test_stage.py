@@ -613,12 +613,12 @@ def test_a_message_without_id_ends_the_relay(vhost: VirtualHost) -> None:
 def test_a_message_too_large_for_a_stage_ends_the_relay(vhost: VirtualHost) -> None:
     """Its properties exceed a frame, so they are in the body, which was the largest. It would be refused for ever."""
     publish(vhost.url, "orders", 0, type="quorum")
-    with vhost.connect() as connection:
+    with relaying(vhost.url) as relay, vhost.connect() as connection:
         channel = connection.channel()
         for name, headers in (("largest", None), ("larger", {"h": "x" * 131_000})):
             properties = pika.BasicProperties(message_id=name, headers=headers)
             channel.basic_publish("", "orders", bytes(16 * 2**20), properties)
-    with relaying(vhost.url) as relay:
+            wait_until(lambda: relay.statistics.moved or relay.error, timeout=DEADLINE, what="the first message")
         assert relay.wait_ended(DEADLINE)
         assert relay.statistics.moved == 1
         assert isinstance(relay.error, ConsumeError)
