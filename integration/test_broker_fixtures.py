@@ -329,6 +329,27 @@ def test_lost_packets_heal_in_any_state(private_broker: RabbitMQ, state: str) ->
     assert private_broker.answers()
 
 
+def test_lost_packets_leave_no_volume(private_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[str] = []
+    remove = Container.remove
+
+    def noted(container: Container, **options: object) -> None:
+        container.reload()
+        removed.extend(volumes_of(container))
+        remove(container, **options)
+
+    monkeypatch.setattr(Container, "remove", noted)
+    private_broker.lose_packets(0.1)
+    private_broker.lost_packets()
+    private_broker.heal()
+
+    volumes = private_broker.container.client.volumes
+    known = {volume.id for volume in volumes.list()}
+    private_broker.let_go()
+    assert removed
+    assert known.intersection(removed) <= set(volumes_of(private_broker.container))
+
+
 def test_what_heal_could_not_undo_is_undone_by_the_next(
     private_broker: RabbitMQ, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -479,7 +500,7 @@ def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, mon
 
     def overtaken(api: docker.APIClient, **arguments: object) -> object:
         listed = listing(api, **arguments)
-        leftovers[0].remove()
+        leftovers[0].remove(v=True)
         return listed
 
     monkeypatch.setattr(docker.APIClient, "containers", overtaken)
@@ -604,6 +625,10 @@ def test_the_fault_proxy_stands_before_a_broker(vhost: VirtualHost, fault_proxy:
 
 def open_connections(vhost: VirtualHost) -> str:
     return vhost.broker.evaluate(f'rabbit_connection_tracking:list(<<"{vhost.name}">>)')
+
+
+def volumes_of(container: Container) -> list[str]:
+    return [mount["Name"] for mount in container.attrs["Mounts"] if mount["Type"] == "volume"]
 
 
 def fail(_: object) -> NoReturn:

@@ -413,6 +413,7 @@ class ContainedServer(ABC):
                 network_mode=f"container:{container.id}",
                 cap_add=["NET_ADMIN"],
                 volumes={"/": {"bind": "/host", "mode": "rw"}},
+                volumes_from=[f"{container.id}:ro"],  # or docker would create volumes for the image, and keep them
                 labels={OWNER_LABEL: owner()},
                 remove=True,
             )
