@@ -24,10 +24,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, cast
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.testing.faults import Cut, Direction, LinkConditions
+from reliable_mq.testing.faults import Cut, Direction, FrameFault, LinkConditions
 from reliable_mq.testing.frames import Chunk, Frame, Splitter, parse
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable
+
     from reliable_mq.testing.server import Server
 
 __all__ = ["ProxiedConnection", "ProxiedSocket", "Stream"]
@@ -128,8 +130,11 @@ class Stream:
         else:
             self._injections.append(data)
 
-    def emit_frames(self, frames: list[Frame]) -> None:
-        self._emit(b"".join(frame.raw for frame in frames), [frame.key for frame in frames])
+    def release(self, frames: Iterable[Frame], passed: Container[FrameFault]) -> None:
+        """Send frames that a fault held, through the faults that they have not passed."""
+        if self._stopped:
+            return
+        self._apply_faults(frames, passed)
         self.update()
 
     def stop(self) -> None:
@@ -162,16 +167,19 @@ class Stream:
         self._filter(after, _keys(after))
 
     def _filter(self, data: bytes, keys: list[int]) -> None:
-        if not self._faults:
+        if self._faults:
+            self._apply_faults(parse(data))
+        else:
             self._emit(data, keys)
-            return
+
+    def _apply_faults(self, parts: Iterable[Frame | bytes], passed: Container[FrameFault] = ()) -> None:
         out: list[bytes] = []
         out_keys: list[int] = []
-        for part in parse(data):
+        for part in parts:
             if isinstance(part, bytes):
                 out.append(part)
                 continue
-            for step in self._apply_faults(part):
+            for step in self._steps(part, passed):
                 if isinstance(step, Cut):
                     self._emit(b"".join(out) + step.data, out_keys)
                     self._enqueue(_QueuedEnd.CUT_RESET if step.reset else _QueuedEnd.CUT_FIN)
@@ -181,10 +189,11 @@ class Stream:
                 out_keys.append(step.key)
         self._emit(b"".join(out), out_keys)
 
-    def _apply_faults(self, frame: Frame) -> list[Frame | Cut]:
+    def _steps(self, frame: Frame, passed: Container[FrameFault]) -> list[Frame | Cut]:
+        """Apply the faults that a frame has not passed."""
         steps: list[Frame | Cut] = [frame]
         try:
-            for fault in tuple(self._faults):
+            for fault in [fault for fault in self._faults if fault not in passed]:
                 answers: list[Frame | Cut] = []
                 for step in steps:
                     if isinstance(step, Cut):

@@ -332,7 +332,7 @@ class FaultProxy:
         """Hold ``basic.ack``, ``basic.nack`` and ``basic.return`` of the broker.
 
         All other frames pass. Held frames are dropped when their channel or connection closes, because no broker sends
-        them after the close.
+        them after the close. Released frames pass the faults that were set after the hold.
         """
         self._call(lambda server: server.set_confirms(ConfirmMode.HOLD))
 
@@ -351,7 +351,7 @@ class FaultProxy:
                 all and ends `hold_confirms` and `drop_confirms`.
 
         Returns:
-            The number of confirms sent. A return with its content counts as one.
+            The number of confirms released. A return with its content counts as one.
         """
 
         def release(server: Server) -> int:

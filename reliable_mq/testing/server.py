@@ -14,6 +14,7 @@ import socket
 import ssl
 from collections import Counter
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -235,9 +236,10 @@ class Server:
             self.add("to_client", self.gate)
 
     def release(self, count: int | None) -> int:
+        passed = (*takewhile(lambda fault: fault is not self.gate, self.faults["to_client"]), self.gate)
         released = self.gate.release(count)
         for number, frames in released:
-            self._connections[number].streams["to_client"].emit_frames(frames)
+            self._connections[number].streams["to_client"].release(frames, passed)
         self.changed()
         return len(released)
 

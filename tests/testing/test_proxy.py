@@ -598,6 +598,34 @@ def test_confirms_are_released_before_a_return_that_is_held(proxy: FaultProxy, w
     wire.client.expect(RETURN, header(6), body(b"abc"), body(b"def"), basic_ack(1, 2))
 
 
+def test_released_confirms_pass_a_cut_set_after_the_hold(proxy: FaultProxy, wire: Wire) -> None:
+    proxy.hold_confirms()
+    proxy.cut_after(1, "to_client", of="basic.ack")
+    wire.broker.send(basic_ack(1, 1), basic_ack(1, 2), HEARTBEAT)
+    wire.client.expect(HEARTBEAT)
+
+    assert proxy.release_confirms() == 2
+
+    assert proxy.live_connections == 0
+    assert proxy.forwarded("basic.ack", "to_client") == 1
+
+
+def test_released_confirms_pass_no_fault_for_a_second_time(proxy: FaultProxy, wire: Wire) -> None:
+    def doubled(_: Direction, frame: Frame) -> list[Frame]:
+        return [frame] * (2 if frame.name == "basic.ack" else 1)
+
+    proxy.rewrite(doubled)
+    proxy.hold_confirms()
+    proxy.rewrite(doubled)
+    wire.broker.send(basic_ack(1, 1))
+    proxy.wait_for(lambda: proxy.held_confirms == 2)
+
+    assert proxy.release_confirms() == 2
+
+    wire.broker.send(HEARTBEAT)
+    wire.client.expect(*[basic_ack(1, 1)] * 4, HEARTBEAT)
+
+
 def test_return_that_had_begun_to_pass_is_not_held(proxy: FaultProxy, wire: Wire) -> None:
     wire.broker.send(RETURN, header(2))
     wire.client.expect(RETURN, header(2))
