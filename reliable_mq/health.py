@@ -26,7 +26,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
-from typing import Any, Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
@@ -129,7 +129,8 @@ def _report(part: Part | Callable[[], Health]) -> dict[str, Any]:
     except (Exception, SystemExit):  # noqa: BLE001  # it is the user's own code, and the health counts
         name = object.__repr__(part)
     try:
-        found: object = part() if callable(part) else part.health()
+        method: Any = getattr(part, "health", None)
+        found: object = method() if callable(method) else cast("Callable[[], Health]", part)()
         if isinstance(found, Health):
             return _entry(name, found)
         reason = f"its health() returned {type(found).__name__}, not Health"

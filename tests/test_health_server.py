@@ -273,6 +273,15 @@ def test_a_server_whose_loop_fails_does_not_start(monkeypatch: pytest.MonkeyPatc
         assert get(server, "/livez")[0] == 200
 
 
+def test_a_part_that_is_callable_is_asked_for_its_health() -> None:
+    class Application(Part):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            raise AssertionError
+
+    with HealthServer(Application(), port=0) as server:
+        assert get(server, "/livez")[0] == 200
+
+
 def test_a_part_that_exits_does_not_end_the_server() -> None:
     part = Part()
     part.answer = SystemExit(3)
