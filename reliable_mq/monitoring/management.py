@@ -22,6 +22,7 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 from reliable_mq._util.validation import is_host
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+from reliable_mq.tls import TLSOptions, server_hostname
 
 __all__ = ["ManagementAPI", "ManagementError", "rows"]
 
@@ -54,6 +55,7 @@ class ManagementAPI:
         scheme: ``"http"`` or ``"https"``.
         credentials: The credentials to send, or None to send none.
         context: The TLS context for ``https``, which decides about verification.
+        server_name: The name to send (SNI) and to verify for ``https``.
         prefix: The prefix of the API's paths, if one is configured.
         timeout: The timeout of connecting and of each read, in seconds.
     """
@@ -63,6 +65,7 @@ class ManagementAPI:
     port: int
     credentials: Credentials | None
     context: ssl.SSLContext | None = None
+    server_name: str = ""
     prefix: str = ""
     timeout: float = 10.0
 
@@ -87,6 +90,7 @@ class ManagementAPI:
             parts.port or _PORTS[parts.scheme],
             credentials or settings.resolve_credentials(),
             context=_context(settings) if parts.scheme == "https" else None,
+            server_name=server_hostname(TLSOptions(), host),
             prefix=quote(parts.path.rstrip("/"), safe=_PATH),
         )
 
@@ -104,6 +108,8 @@ class ManagementAPI:
     def beside(cls, settings: ConnectionSettings) -> list[Self]:
         """Return the API at the default address of each host, with TLS if AMQP uses TLS.
 
+        TLS verifies the same name as for AMQP.
+
         The address is a guess, and another service may listen there. So the password is sent only to this machine, or
         to a host whose certificate is verified (`sends_password`).
         """
@@ -118,6 +124,7 @@ class ManagementAPI:
                 _PORTS[scheme],
                 credentials if verified or each.is_loopback else None,
                 context=context,
+                server_name=server_hostname(settings.tls or TLSOptions(), each.host),
                 timeout=settings.connect_timeout,
             )
             for each in settings.endpoints
@@ -192,10 +199,9 @@ class ManagementAPI:
         return bytes(content)
 
     def _connection(self) -> http.client.HTTPConnection:
-        if self.scheme == "https":
-            made: http.client.HTTPConnection = http.client.HTTPSConnection(
-                self.host, self.port, timeout=self.timeout, context=self.context
-            )
+        made: http.client.HTTPConnection
+        if self.context is not None:
+            made = _TLSConnection(self.host, self.port, self.timeout, self.context, self.server_name)
         else:
             made = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
         made.response_class = partial(_TimelyResponse, time.monotonic() + _TOTAL)  # type: ignore[assignment]
@@ -216,6 +222,18 @@ def rows(api: ManagementAPI, *segments: str, named: bool = False) -> list[dict[s
 
 def _is_row(row: object, *, named: bool) -> bool:
     return isinstance(row, dict) and (not named or isinstance(row.get("name"), str))
+
+
+class _TLSConnection(http.client.HTTPSConnection):
+    """A connection that sends and verifies another name than its host."""
+
+    def __init__(self, host: str, port: int, timeout: float, context: ssl.SSLContext, server_name: str) -> None:
+        super().__init__(host, port, timeout=timeout, context=context)
+        self._wrap = partial(context.wrap_socket, server_hostname=server_name)
+
+    def connect(self) -> None:
+        http.client.HTTPConnection.connect(self)
+        self.sock = self._wrap(self.sock)
 
 
 class _TimelyResponse(http.client.HTTPResponse):

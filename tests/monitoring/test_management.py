@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import http.server
+import socket
+import ssl
 import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from integration.support.certificates import Authority
+from reliable_mq.cli.doctor import examine
+from reliable_mq.cli.doctor.broker import HostEntry
 from reliable_mq.cli.doctor.management import Snapshot
 from reliable_mq.cli.web import _found_by
+from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring import management
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError, rows
@@ -18,13 +24,18 @@ from reliable_mq.url import parse_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from integration.support.certificates import Certificate
 
 SETTINGS = parse_url("amqp://user:secret@127.0.0.1")
 
 
 @contextmanager
-def answering(write: Callable[[http.server.BaseHTTPRequestHandler], object]) -> Iterator[ManagementAPI]:
-    """Serve an API whose responses are written by a function."""
+def answering(
+    write: Callable[[http.server.BaseHTTPRequestHandler], object], certificate: Certificate | None = None
+) -> Iterator[ManagementAPI]:
+    """Serve an API whose responses are written by a function, over TLS with a certificate."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -36,13 +47,23 @@ def answering(write: Callable[[http.server.BaseHTTPRequestHandler], object]) -> 
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate.cert_file, certificate.key_file)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
-            yield ManagementAPI.at(f"http://127.0.0.1:{server.server_address[1]}", SETTINGS, option="url")
+            scheme = "http" if certificate is None else "https"
+            yield ManagementAPI.at(f"{scheme}://127.0.0.1:{server.server_address[1]}", SETTINGS, option="url")
         finally:
             server.shutdown()
             thread.join()
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path, "ca")
 
 
 def json_of(text: str, length: int | None = None) -> Callable[[http.server.BaseHTTPRequestHandler], object]:
@@ -84,6 +105,20 @@ def test_an_answer_is_bounded_in_time_as_a_whole(where: str, monkeypatch: pytest
     monkeypatch.setattr(management, "_TOTAL", 0.3)
     with answering(slow(where)) as api, pytest.raises(ManagementError, match="no answer in time"):
         api.get("queues")
+
+
+@pytest.mark.parametrize("name", ["rabbit.internal", "rabbit.internal."])
+def test_the_server_name_of_amqp_is_verified_beside_amqp(
+    name: str, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"amqps://user:secret@127.0.0.1/?cacertfile={authority.file}"
+    with answering(json_of("[]"), authority.issue("api", "rabbit.internal")) as served:
+        monkeypatch.setitem(management._PORTS, "https", served.port)
+        (api,) = ManagementAPI.beside(parse_url(f"{url}&server_name_indication={name}"))
+        assert api.get("queues") == []
+        (unnamed,) = ManagementAPI.beside(parse_url(url))
+        with pytest.raises(ManagementError, match=r"certificate does not verify: .*'127.0.0.1'"):
+            unnamed.get("queues")
 
 
 def test_a_path_is_sent_as_a_browser_sends_it() -> None:
@@ -139,3 +174,39 @@ def test_empty_fields_are_taken_for_missing_ones() -> None:
     with answering(json_of('[{"name": "q", "arguments": [], "effective_policy_definition": []}]')) as api:
         assert Snapshot.take(api, "/").queues["q"].argument("message-ttl") is None
         assert [row["name"] for row in rows(api, "queues", named=True)] == ["q"]
+
+
+def test_another_fix_is_advised_if_the_certificate_is_wrong(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with answering(json_of("[]"), authority.issue("api", "rabbit.internal")) as api:
+        assert "certificate authority" in fix_for(str(api), monkeypatch)
+
+
+@pytest.mark.parametrize(("status", "found"), [(401, True), (403, True), (404, True), (500, False), (200, False)])
+def test_the_plugin_is_advised_only_if_the_api_is_missing(
+    status: int, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text of an answer with status 200 is not JSON."""
+
+    def write(handler: http.server.BaseHTTPRequestHandler) -> None:
+        handler.send_response(status)
+        handler.end_headers()
+
+    with answering(write) as api:
+        assert ("Enable the plugin" in fix_for(str(api), monkeypatch)) is found
+
+
+def test_the_plugin_is_advised_if_nothing_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as refusing:
+        refusing.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{refusing.getsockname()[1]}"
+        assert "Enable the plugin" in fix_for(url, monkeypatch)
+
+
+def fix_for(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return what the doctor advises about a management API that it cannot read."""
+    monkeypatch.setattr(examine, "_existence", lambda *_: [])  # it needs AMQP
+    entry = HostEntry(SETTINGS, ServerInfo("RabbitMQ", "4.3.6", (4, 3, 6)), 131072)
+    (finding,) = examine._by_management(SETTINGS, entry, [], url)
+    return finding.fix

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import http
+import http.client
 import secrets
+import ssl
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -30,6 +33,11 @@ from reliable_mq.topology.arguments import check_name
 __all__ = ["examine", "examine_permissions"]
 
 _NO_API: Final = "Enable the plugin rabbitmq_management, give the user the tag 'monitoring', or use --management-url."
+_NO_ACCESS: Final = frozenset({http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN, http.HTTPStatus.NOT_FOUND})
+_NOT_VERIFIED: Final = (
+    "Set the certificate authority that signed it (cacertfile=... in an amqps URL), or use --management-url with the "
+    "host name that it was issued for."
+)
 _EXPECTED: Final = frozenset({ReplyCode.NOT_FOUND, ReplyCode.PRECONDITION_FAILED})
 # A broker that does not know queue types makes the queue; it is to be gone at once.
 _NO_TYPE: Final = {"x-queue-type": "no-such-type", "x-expires": 1}
@@ -96,7 +104,7 @@ def _by_management(
         try:
             snapshot = Snapshot.take(api, settings.virtual_host)
         except ManagementError as error:
-            why, fix = str(error), _NO_API
+            why, fix = str(error), _fix_of(error)
         else:
             return [
                 _answering(api),
@@ -109,6 +117,15 @@ def _by_management(
         Finding(Status.UNCHECKED, "broker", "management API", f"{why}; {unseen} could not be checked", fix),
         *_existence(entry, queues),
     ]
+
+
+def _fix_of(error: ManagementError) -> str:
+    """Return the remedy for an API that cannot be read, empty if none is known."""
+    cause = error.__cause__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return _NOT_VERIFIED
+    silent = isinstance(cause, OSError | http.client.HTTPException)
+    return _NO_API if silent or error.status in _NO_ACCESS else ""
 
 
 def _answering(api: ManagementAPI) -> Finding:
