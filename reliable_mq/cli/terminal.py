@@ -284,12 +284,14 @@ def metrics_served(address: str | None, port: int | None) -> Iterator[CollectorR
     address = "127.0.0.1" if address is None else address
     from prometheus_client import CollectorRegistry, start_http_server
 
+    from reliable_mq.settings import Endpoint
+
     registry = CollectorRegistry()
     try:
         server, thread = start_http_server(port, addr=address, registry=registry)
     except (OSError, UnicodeError) as error:  # UnicodeError: a host that no resolver accepts
         raise ConfigurationError(f"metrics cannot be served on {address} port {port}: {error}") from error
-    say(f"metrics: http://{address}:{server.server_port}/metrics")
+    say(f"metrics: http://{Endpoint(address, server.server_port)}/metrics")
     try:
         yield registry
     finally:

@@ -12,6 +12,7 @@ import sys
 import threading
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 import typer
@@ -24,7 +25,16 @@ from reliable_mq.cli.demo.display import LinesDisplay
 from reliable_mq.cli.dlq.render import details, listing, statistics_json, statistics_tables, summary, summary_json
 from reliable_mq.cli.doctor import examine
 from reliable_mq.cli.doctor.finding import Finding, Status
-from reliable_mq.cli.terminal import URL, escaped, json_text, product, say, show_logs, without_passwords
+from reliable_mq.cli.terminal import (
+    URL,
+    escaped,
+    json_text,
+    metrics_served,
+    product,
+    say,
+    show_logs,
+    without_passwords,
+)
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
@@ -348,3 +358,11 @@ def test_a_url_in_the_wrong_place_keeps_its_password(
     captured = capsys.readouterr()
     assert "canary" not in captured.out + captured.err
     assert "user" in captured.err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_address_of_the_metrics_is_shown_as_a_url(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with metrics_served(address, 0):
+        url = urlsplit(capsys.readouterr().err.removeprefix("metrics: ").strip())
+    assert (url.hostname, url.path) == (address, "/metrics")
+    assert url.port
