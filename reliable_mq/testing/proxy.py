@@ -40,7 +40,7 @@ from reliable_mq.testing.faults import (
     directions_of,
 )
 from reliable_mq.testing.frames import BODY, Frame, key_of
-from reliable_mq.testing.server import Server, Upstream, count_of, server_context
+from reliable_mq.testing.server import Server, Upstream, count_of, server_context, split_user
 from reliable_mq.tls import TLSOptions
 
 if TYPE_CHECKING:
@@ -166,10 +166,9 @@ class FaultProxy:
         Raises:
             UsageError: If the proxy is not started or is closed.
         """
-        parts = urlsplit(self._upstream_url)
-        user_info, at, _ = parts.netloc.rpartition("@")
+        location, user = split_user(self._upstream_url)
         scheme = "amqp" if self._server_context is None else "amqps"
-        return parts._replace(scheme=scheme, netloc=f"{user_info}{at}127.0.0.1:{self.port}").geturl()
+        return urlsplit(location)._replace(scheme=scheme, netloc=f"{user}127.0.0.1:{self.port}").geturl()
 
     @property
     def port(self) -> int:

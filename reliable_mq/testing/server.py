@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import socket
 import ssl
 from collections import Counter
@@ -42,11 +43,12 @@ if TYPE_CHECKING:
 
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["Server", "Upstream", "count_of", "server_context"]
+__all__ = ["Server", "Upstream", "count_of", "server_context", "split_user"]
 
 _CONNECT_TIMEOUT: Final = 10.0
 _BACKLOG: Final = 128
 _DEFAULT_PORTS: Final = {"amqp": 5672, "amqps": 5671}
+_USER: Final = re.compile(r"(?P<scheme>[^/?#]*://)(?P<user>[^/?#]*@)")
 logger = get_logger(__name__)
 
 
@@ -68,12 +70,13 @@ class Upstream:
         Raises:
             ConfigurationError: If `url` is not an AMQP URL with one host.
         """
-        parts = urlsplit(url)
+        location, _ = split_user(url)
         try:
+            parts = urlsplit(location)
             host, port = parts.hostname, parts.port
         except ValueError as error:
             raise ConfigurationError(
-                "the URL's port is not a number from 1 to 65535, or there are several hosts"
+                "the URL's host is malformed, its port is not a number from 1 to 65535, or there are several hosts"
             ) from error
         if parts.scheme not in _DEFAULT_PORTS or not host or "," in host:
             raise ConfigurationError("the fault proxy takes amqp[s]://user:password@host:port/vhost, with one host")
@@ -317,6 +320,15 @@ class Server:
 
 # The thread does not exist in a forked child, whose copies of the sockets would keep the connections and the port open.
 _servers = each_at_fork(ForkStage.RELEASE, Server._forget)  # noqa: SLF001  # of this module
+
+
+def split_user(url: str) -> tuple[str, str]:
+    """Return a URL without its user and password, and these with their ``@``.
+
+    `urlsplit` takes a bracket in a password for a part of an IPv6 address.
+    """
+    found = _USER.match(url)
+    return (url, "") if found is None else (found["scheme"] + url[found.end() :], found["user"])
 
 
 def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:

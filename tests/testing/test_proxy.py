@@ -249,6 +249,14 @@ def test_url_keeps_user_virtual_host_and_query(fault_proxy: FaultProxyFactory) -
     assert repr(proxy) == f"<FaultProxy 127.0.0.1:{proxy.port} -> localhost:5672>"
 
 
+@pytest.mark.parametrize("password", ["a[b", "a]b"])
+def test_a_password_may_have_a_bracket(loopback: Loopback, fault_proxy: FaultProxyFactory, password: str) -> None:
+    url = f"amqp://u:{password}@127.0.0.1:{loopback.listener.getsockname()[1]}/v"
+    proxy = fault_proxy(url)
+    assert proxy.url == f"amqp://u:{password}@127.0.0.1:{proxy.port}/v"
+    proxy.redirect(url)
+
+
 @pytest.mark.parametrize(
     ("url", "reason"),
     [
@@ -257,6 +265,7 @@ def test_url_keeps_user_virtual_host_and_query(fault_proxy: FaultProxyFactory) -
         ("amqp://u:secret@a:1,b:2/", "hosts"),
         ("amqp://u:secret@a,b/", "one host"),
         ("amqp://u:secret@a:99999/", "port"),
+        ("amqp://u:secret@[::1/", "host"),
     ],
 )
 def test_urls_that_are_refused(url: str, reason: str) -> None:
