@@ -149,9 +149,10 @@ class RangeReader:
                 self._check_truncated(channel, missing)
             self._prefetch.received(len(deliveries), sum(map(size_of, deliveries)))
             wanted = self._prefetch.prefetch
-            after, step = bisect_left(offsets, end), max(_ROWS * len(deliveries) // max(_rows_in(deliveries), 1), 1)
-            for first in range(bisect_left(offsets, self._position), after, min(step, wanted)):
-                last = min(first + min(step, wanted), after)
+            of_rows = _ROWS * len(deliveries) // max(_rows_in(deliveries), 1)
+            after, step = bisect_left(offsets, end), min(max(of_rows, 1), wanted)
+            for first in range(bisect_left(offsets, self._position), after, step):
+                last = min(first + step, after)
                 chosen = deliveries[first:last]
                 if self._filter is not None:
                     chosen = [delivery for delivery in chosen if self._filter.passes(delivery)]

@@ -305,7 +305,7 @@ class StageSession:
             entry = entries.get(index)
             if entry is None or entry.size + held > _MOST_BYTES or len(entry.delivery_tags) == most:
                 if entry is not None:
-                    frames += self._published(entry, lows)
+                    self._publish(frames, entry, lows[index])
                 entry = entries[index] = _SentEntry(index)
             entry.size += held
             entry.parts += parts
@@ -316,7 +316,7 @@ class StageSession:
                 epoch.moved.add(key, returns)
                 entry.keys.append(key)
         for entry in entries.values():
-            frames += self._published(entry, lows)
+            self._publish(frames, entry, lows[entry.partition])
         if epoch.passed >= PASSED and self._is_late(now):
             epoch.tail.clear()
         if messages:
@@ -328,10 +328,10 @@ class StageSession:
             frames.append(self._ack_frames())
         return b"".join(frames)
 
-    def _published(self, entry: _SentEntry, lows: Sequence[int]) -> list[bytes]:
+    def _publish(self, frames: list[bytes], entry: _SentEntry, low: int) -> None:
         epoch = self._opened
         each = epoch.partitions[entry.partition]
-        messages, low = len(entry.delivery_tags), lows[entry.partition]
+        messages = len(entry.delivery_tags)
         properties, body = staged(
             self._options.queue, entry.parts, messages, epoch.frame_max, low=low, epoch=epoch.name
         )
@@ -339,9 +339,7 @@ class StageSession:
         entry.number = _settled(each).published()
         epoch.held += entry.size
         self._confirms.published([entry])
-        frames: list[bytes] = []
         append_publish(frames, each.head, epoch.channel, properties, body, epoch.frame_max)
-        return frames
 
     def confirmed(self, number: int, tag: int, multiple: bool) -> None:
         """Process a confirm of the broker. `acks` is called once after all of one read."""
