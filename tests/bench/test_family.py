@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 from integration.bench.contenders.spark import Family
 from reliable_mq.testing.waiting import wait_until
@@ -19,3 +20,10 @@ def test_processes_apart_do_not_count() -> None:
         wait_until(lambda: everyone.cpu_seconds() - rest.cpu_seconds() > 0.25, timeout=60, what="work apart")
     finally:
         process.communicate(b"\n")
+
+
+def test_a_process_that_only_measures_does_not_count() -> None:
+    began = time.process_time()
+    while time.process_time() - began < 0.1:
+        pass
+    assert Family().cpu_seconds() - Family(itself=False).cpu_seconds() >= 0.1

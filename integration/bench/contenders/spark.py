@@ -50,11 +50,14 @@ class Place:
         master: The master of Spark.
         settings: Additional settings of Spark.
         apart: Parts of the command lines of processes that are left out, with their descendants.
+        itself: Whether this process counts. Where the driver alone is measured, its looks at ``/proc`` and at the
+            query's progress would be a tenth of the result.
     """
 
     master: str
     settings: Mapping[str, str] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
+    itself: bool = True
 
 
 HERE = Place("local[2]")
@@ -67,6 +70,7 @@ DRIVER_ALONE = Place(
         "spark.scheduler.maxRegisteredResourcesWaitingTime": "120s",
     },
     ("CoarseGrainedExecutorBackend", " ".join(RELAY[1:])),
+    itself=False,
 )
 
 
@@ -268,7 +272,8 @@ def measure_reading(
     The warm-up reads as many messages, more than once, because the JVM compiles only code that has run for some time. A
     query that runs for days is no slower for its first minute.
     """
-    broker, queue, meter = BenchBroker(job.url), f"{job.queue}-warmup", Meter(Family(place.apart).cpu_seconds)
+    broker, queue = BenchBroker(job.url), f"{job.queue}-warmup"
+    meter = Meter(Family(place.apart, itself=place.itself).cpu_seconds)
     with session(place) as spark:
         for _ in range(WARMUPS):
             broker.make_queue(queue, "classic")
@@ -304,10 +309,12 @@ class Family:
 
     Args:
         apart: Parts of the command lines of processes that are left out, with their descendants.
+        itself: Whether this process counts.
     """
 
-    def __init__(self, apart: tuple[str, ...] = ()) -> None:
+    def __init__(self, apart: tuple[str, ...] = (), *, itself: bool = True) -> None:
         self._apart = apart
+        self._itself = itself
         self._seconds: dict[int, float] = {}
 
     def cpu_seconds(self) -> float:
@@ -325,7 +332,8 @@ class Family:
             return
         if any(part in command for part in self._apart):
             return
-        self._seconds[pid] = sum(map(int, fields[11:13])) / TICKS
+        if self._itself or pid != os.getpid():
+            self._seconds[pid] = sum(map(int, fields[11:13])) / TICKS
         for each in children:
             self._look(each)
 
