@@ -49,7 +49,7 @@ from reliable_mq.errors import (
 from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
-from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.stores.protocol import ResettableStore, check_reset_options
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
@@ -301,10 +301,7 @@ class DeadLetterQueue(OfOneProcess):
             whole_number("limit", limit, 1)
         if rate is not None and (not is_number(rate) or not 0 < rate <= 1e6):
             raise ConfigurationError(f"rate must be a number of messages per second above 0, not {rate!r}")
-        if idempotency is not None and not isinstance(idempotency, ResettableStore):
-            raise ConfigurationError(
-                f"idempotency must be a store that can reset attempts (reset_many), not {type(idempotency).__name__}"
-            )
+        check_reset_options(idempotency, idempotency_namespace)
         with self._operation("replay"):
             publisher = None if dry_run else self._new_publisher()
             try:

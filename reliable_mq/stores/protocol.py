@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from reliable_mq.core.idempotency import Claim
+from reliable_mq.core.consumer.handler_signature import is_coroutine_function
+from reliable_mq.core.idempotency import LEASE, Claim, check_options
+from reliable_mq.errors import ConfigurationError
 
-__all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore"]
+__all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore", "check_reset_options", "resettable"]
 
 
 @runtime_checkable
@@ -97,3 +99,30 @@ class ResettableStore(Protocol):
             IdempotencyStoreError: If the store cannot be reached.
         """
         ...
+
+
+def resettable(store: object) -> ResettableStore:
+    """Return the store of a replay after checking it.
+
+    Raises:
+        ConfigurationError: If it cannot reset attempts, or only on an event loop.
+    """
+    if isinstance(store, type) or not isinstance(store, ResettableStore):
+        raise ConfigurationError(f"idempotency must be a store that can reset attempts (reset_many), not {store!r}")
+    if is_coroutine_function(store.reset_many):
+        raise ConfigurationError(
+            f"idempotency is a store for AsyncConsumer, which a replay would never await: {store!r}; give a plain one "
+            "with the same records, such as RedisStore for AsyncRedisStore"
+        )
+    return store
+
+
+def check_reset_options(store: object, namespace: object) -> None:
+    """Check a replay's options for the consumer's store.
+
+    Raises:
+        ConfigurationError: If an option is invalid, or there is a namespace without a store. The message names it.
+    """
+    if store is not None:
+        resettable(store)
+    check_options(None, namespace, LEASE, has_store=store is not None)

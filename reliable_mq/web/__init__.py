@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from reliable_mq._util.validation import missing_extra
 from reliable_mq.errors import ConfigurationError
-from reliable_mq.stores.protocol import ResettableStore
+from reliable_mq.stores.protocol import ResettableStore, check_reset_options
 from reliable_mq.topology import Queue
 
 try:
@@ -93,10 +93,7 @@ class DeadLetterApp:
             raise ConfigurationError(f"queues must be a collection: write [{queues!r}]")
         if allow_editing and not allow_changes:
             raise ConfigurationError("allow_editing needs allow_changes: an edited letter is replayed")
-        if idempotency is not None and not isinstance(idempotency, ResettableStore):
-            raise ConfigurationError(
-                f"idempotency must be a store that can reset attempts (reset_many), not {type(idempotency).__name__}"
-            )
+        check_reset_options(idempotency, idempotency_namespace)
         source = Source(url, queues, any_queue=any_queue, credentials=credentials, tls=tls)
         audit = AuditLog(audit_log)
         self._operations = Operations(source, audit, store=idempotency, namespace=idempotency_namespace)

@@ -14,6 +14,7 @@ from reliable_mq.cli.terminal import parse_headers
 from reliable_mq.cli.web import _token
 from reliable_mq.deadletters import DeadLetterQueue
 from reliable_mq.errors import BrokerUnavailable, StaleDelivery
+from reliable_mq.stores import AsyncRedisStore
 from tests.contract.scripted_broker import ScriptedBroker
 from tests.web.memory_broker import MemoryBroker, letter
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 BROKER = "amqp://127.0.0.1:1"
 QUEUE = "orders.dead"
+ASYNC_STORE = AsyncRedisStore("redis://h")
 
 
 @pytest.fixture
@@ -81,6 +83,12 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
         ),
         (("dlq", "replay", BROKER, QUEUE, "--idempotency", "stores"), "--idempotency takes MODULE:NAME, not 'stores'"),
         (("dlq", "replay", BROKER, QUEUE, "--idempotency", "redis://:hush@h/0"), "--idempotency takes MODULE:NAME, a"),
+        (("dlq", "replay", BROKER, QUEUE, "--idempotency", "os:sep"), "os:sep: idempotency must be a store that can"),
+        (
+            ("dlq", "replay", BROKER, QUEUE, "--idempotency", f"{__name__}:ASYNC_STORE"),
+            "idempotency is a store for AsyncConsumer, which a replay would never await",
+        ),
+        (("web", BROKER, QUEUE, "--idempotency", f"{__name__}:ASYNC_STORE"), "is a store for AsyncConsumer"),
         (("publish", BROKER, "--queue", "q", "--header", "a=1", "--header", "a="), "--header names 'a' twice"),
         (("publish", BROKER, "--queue", "q", "--timeout", "nan"), "--timeout takes seconds above 0"),
         (("publish", BROKER, "--queue", "q", "--timeout", "-1"), "--timeout takes seconds above 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from typing import Any
@@ -15,7 +16,8 @@ from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter
 from reliable_mq.deadletters.replay import Replay, ReplayReport
-from reliable_mq.errors import BrokerUnavailable, PublishNacked, PublishUnconfirmed, StaleDelivery
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishNacked, PublishUnconfirmed, StaleDelivery
+from reliable_mq.stores import AsyncRedisStore, MemoryStore
 
 
 class FakeChannel:
@@ -364,3 +366,18 @@ def test_a_dead_letter_of_any_size_may_be_replayed() -> None:
     publisher = DeadLetterQueue("amqp://guest:guest@localhost/", "orders.dead")._new_publisher()
     message = Message(bytes(17 * 1024 * 1024))
     assert publisher._options.limits.check(message, "", "orders", 131072) == len(message.body)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"idempotency": object()}, "idempotency must be a store that can reset attempts (reset_many), not <object"),
+        ({"idempotency": MemoryStore}, "idempotency must be a store that can reset attempts (reset_many), not <class"),
+        ({"idempotency": AsyncRedisStore("redis://h")}, "idempotency is a store for AsyncConsumer"),
+        ({"idempotency": MemoryStore(), "idempotency_namespace": 7}, "idempotency_namespace must be text, not 7"),
+        ({"idempotency_namespace": "shop"}, "idempotency_namespace has no effect without idempotency="),
+    ],
+)
+def test_a_store_that_cannot_be_reset_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(text)):
+        DeadLetterQueue("amqp://127.0.0.1:1", "orders.dead").replay(**options)

@@ -21,6 +21,7 @@ import pytest
 from reliable_mq import Message
 from reliable_mq.core import headers
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
+from reliable_mq.stores import AsyncRedisStore
 from reliable_mq.testing.waiting import until, wait_until
 from reliable_mq.web import DeadLetterApp
 from reliable_mq.web.jobs import Job, Jobs
@@ -630,6 +631,8 @@ def test_a_queue_with_more_letters_than_a_reading_holds(
         ({"allow_editing": True}, "allow_editing needs allow_changes"),
         ({"allowed_hosts": "shop.example"}, "allowed_hosts must be a collection: write ['shop.example']"),
         ({"idempotency": object()}, "idempotency must be a store that can reset attempts"),
+        ({"idempotency": AsyncRedisStore("redis://h")}, "idempotency is a store for AsyncConsumer"),
+        ({"idempotency_namespace": "shop"}, "idempotency_namespace has no effect without idempotency="),
         ({"audit_log": "/no/such/directory/log"}, "audit_log: /no/such/directory/log cannot be written"),
     ],
 )

@@ -451,11 +451,12 @@ def imported_store(place: str | None, namespace: str | None) -> ResettableStore 
         raise typer.BadParameter(
             f"--idempotency: importing {module!r} raised {type(error).__name__}: {error}"
         ) from error
-    from reliable_mq.stores.protocol import ResettableStore
+    from reliable_mq.stores.protocol import resettable
 
-    if not isinstance(store, ResettableStore):
-        raise typer.BadParameter(f"--idempotency: {place} is a {type(store).__name__}, which cannot reset attempts")
-    return store
+    try:
+        return resettable(store)
+    except ConfigurationError as error:
+        raise typer.BadParameter(f"--idempotency: {place}: {error}") from error
 
 
 def _age(option: str, text: str | None) -> float | None:
