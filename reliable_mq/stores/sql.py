@@ -6,7 +6,8 @@ statement is written once for the sync API, the asyncio API and the transaction 
 There is one row per key. ``state`` is 0 free, 1 claimed or 2 done. ``token`` is the token of the newest claim, even
 after its end. ``holder`` identifies the claim call while the key is claimed, and is 0 otherwise. Times are microseconds
 since 1970, by the clock of the database server. SQLite has only the caller's wall clock, which may jump, so its
-statements get the time from :mod:`reliable_mq._util.boottime`, continued from boot to boot and never going backwards.
+statements get the time from :mod:`reliable_mq._util.boottime`, continued from boot to boot and from machine to machine,
+and never going backwards.
 
 Invariants:
 
@@ -47,6 +48,7 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 _ROWS_PER_PURGE: Final = 500
 _KEYS_PER_LIST: Final = 512
+_SAME_BEGIN: Final = 1_000_000  # microseconds between two readings of one boot's beginning, at most
 _TABLE: Final = re.compile(r"([A-Za-z_][A-Za-z0-9_]{0,47}\.)?[A-Za-z_][A-Za-z0-9_]{0,47}")
 
 
@@ -326,7 +328,10 @@ class SQLite(Dialect):
             "lease_ends INTEGER NOT NULL, expires INTEGER NOT NULL) WITHOUT ROWID"
         ),
         "CREATE INDEX IF NOT EXISTS {schema}{index} ON {name} (expires)",
-        "CREATE TABLE IF NOT EXISTS {table}_clock (boot TEXT NOT NULL PRIMARY KEY, base INTEGER NOT NULL)",
+        (
+            "CREATE TABLE IF NOT EXISTS {table}_clock (boot TEXT NOT NULL PRIMARY KEY, base INTEGER NOT NULL, "
+            "began INTEGER NOT NULL)"
+        ),
     )
     _given = "(SELECT json_extract(value, '$[0]') AS k, json_extract(value, '$[1]') AS n FROM json_each(:given)) AS g"
 
@@ -382,29 +387,42 @@ class SQLite(Dialect):
         """
         yield Query(f"UPDATE {self.table} SET state = state WHERE 0", {})
 
-    def clock_base(self, boot: str, offset: int, since: int) -> Steps[int]:
+    def clock_base(self, boot: str, began: int, since: int) -> Steps[int]:
         """Return the time at which this boot of the machine began, by the file's clock.
 
         All processes that use the file share this clock. For the first boot that uses the file, the result is the wall
-        clock's, ``offset``. After another boot, the clock continues from the newest claim, without reading the wall
-        clock. The wall clock may be wrong by years until it is set over the network, and then done keys would be
-        forgotten, or claims held for years. So the time for which the machine is off does not count.
+        clock's, ``began``. After another boot, of this machine or of one to which the file was moved, the clock
+        continues from the newest claim. So the time for which no machine uses the file does not count. The wall clock
+        may be wrong by years until it is set over the network, and another machine may have run for years: by either of
+        them, done keys would be forgotten, or claims held for years.
 
-        A process that cannot read the name of the boot, or reads another one, gets the same result as the others of
-        this boot: it is never before an earlier one, and no claim is ahead of their clock.
+        A process that cannot read the name of the boot, or reads another one, as in some containers, recognizes the
+        boot by the wall clock's time of its beginning, which no other machine is likely to share to a second.
+
+        The transaction must have locked the database, before ``since`` was read.
         """
-        stored = Query(f"SELECT base FROM {self.table}_clock WHERE boot = :boot", {"boot": boot})
-        rows = (yield stored) if boot else ()  # the row without a name may be of an earlier boot
-        if not rows:
-            yield Query(
-                f"INSERT INTO {self.table}_clock (boot, base) SELECT :boot, coalesce(max(begun), :offset) FROM "
-                f"(SELECT max(token) - :since AS begun FROM {self.table} WHERE format = {FORMAT} "
-                f"UNION ALL SELECT base FROM {self.table}_clock) WHERE true "
-                "ON CONFLICT (boot) DO UPDATE SET base = excluded.base",
-                {"boot": boot, "offset": offset, "since": since},
-            )
-            rows = yield stored
-        base: int = rows[0][0]
+        clock = f"{self.table}_clock"
+        if boot:
+            rows = yield Query(f"SELECT base FROM {clock} WHERE boot = :boot", {"boot": boot})
+            if rows:
+                return int(rows[0][0])
+        [(newest,)] = yield Query(f"SELECT max(token) FROM {self.table} WHERE format = {FORMAT}", {})
+        rows = yield Query(f"SELECT base, began FROM {clock}", {})
+        shared = [base for base, other in rows if abs(other - began) <= _SAME_BEGIN and base + since >= (newest or 0)]
+        base: int
+        if shared:
+            base = shared[0]
+        elif newest is not None:
+            base = newest - since
+        else:
+            base = max((earlier for earlier, _ in rows), default=began)
+        if not shared:  # after a return to that boot or machine, the clock continues as well
+            yield Query(f"DELETE FROM {clock}", {})
+        yield Query(
+            f"INSERT INTO {clock} (boot, base, began) VALUES (:boot, :base, :began) "
+            "ON CONFLICT (boot) DO UPDATE SET base = excluded.base, began = excluded.began",
+            {"boot": boot, "base": base, "began": began},
+        )
         return base
 
 

@@ -90,7 +90,7 @@ class _SQLAlchemyBase(SQLStoreBase):
         refuse_shared_connection(engine, "a claim would commit the transaction of a handler")
         super().__init__(dialect(checked_table(table)), retention, timeout)
         self._where = redacted(engine.url.render_as_string(hide_password=False))
-        self._base: int | None = None  # the base of a SQLite file's clock
+        self._base = None if isinstance(self._sql, SQLite) else 0  # of a SQLite file's clock; not known yet
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
@@ -119,17 +119,19 @@ class _SQLAlchemyBase(SQLStoreBase):
 
     def _execute(self, connection: Connection, query: Transaction) -> Any:
         """Execute the statements of a query. A single statement costs one round trip."""
-        with transaction_at(connection, None if self._sql.transactional else AUTOCOMMIT):
+        level = None if self._sql.transactional or self._base is None else AUTOCOMMIT
+        with transaction_at(connection, level):
             result, base = _execute_steps(self._timed(query.steps), connection)
         self._base = base  # only after the commit: after a rollback, another process may store another base
         return result
 
-    def _timed(self, steps: Callable[..., Steps[T]]) -> Steps[tuple[T, int | None]]:
+    def _timed(self, steps: Callable[..., Steps[T]]) -> Steps[tuple[T, int]]:
         """Run steps with the time if the database has no clock; also return its base."""
         if not isinstance(self._sql, SQLite):
-            return (yield from steps(now=0)), None
+            return (yield from steps(now=0)), 0
         base = self._base
         if base is None:
+            yield from self._sql.lock()
             base = yield from self._sql.clock_base(*boot(), since_boot())
         return (yield from steps(now=base + since_boot())), base
 

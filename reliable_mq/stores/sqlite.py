@@ -124,7 +124,9 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             _wait_until(deadline, connection)
             for statement in self._sql.ddl:
                 connection.execute(statement)
+            connection.execute("BEGIN IMMEDIATE")
             self._base = _execute_steps(self._sql.clock_base(*boot(), since_boot()), connection)
+            connection.execute("COMMIT")
         except BaseException:
             connection.close()
             raise

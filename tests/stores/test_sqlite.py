@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -308,33 +309,45 @@ def test_many_threads_open_a_new_file_at_once(tmp_path: Path) -> None:
 YEAR = 365 * 86400.0
 
 
-class Machine:
-    """A machine that is booted repeatedly, with any wall clock, and its stores.
+@dataclass
+class Boot:
+    """A boot of a machine, with any wall clock.
 
     Attributes:
-        running: Seconds for which it has run.
+        name: The name of the boot in new processes. Empty: they cannot read it.
+        since: Seconds since the boot.
+        began: The time of the boot by the wall clock.
+    """
+
+    name: str
+    since: float
+    began: float
+
+
+class Machine:
+    """A machine that is booted repeatedly, or several machines, and their stores.
+
+    Attributes:
+        running: Seconds for which the machines have run.
+        current: The boot of the machine that has the file.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self.path, self.running = path, 0.0
-        self._boots, self._name, self._since, self._offset = 0, "", 0.0, 0.0
+        self._boots: list[Boot] = []
         for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sqlalchemy"):
-            monkeypatch.setattr(f"{module}.since_boot", lambda: int(self._since * 1e6))
-            monkeypatch.setattr(f"{module}.boot", lambda: (self._name, int(self._offset * 1e6)))
+            monkeypatch.setattr(f"{module}.since_boot", lambda: int(self.current.since * 1e6))
+            monkeypatch.setattr(f"{module}.boot", lambda: (self.current.name, int(self.current.began * 1e6)))
 
-    def boot(self, wall: float, *, named: bool = True) -> None:
+    def boot(self, wall: float, *, named: bool = True, since: float = 5.0) -> Boot:
         """Boot it with a wall clock that is `wall` seconds after the start of 2026."""
-        self._boots += 1
-        self.rename(f"boot {self._boots}" if named else "")
-        self._since = 5.0
-        self._offset = 56 * YEAR + wall
-
-    def rename(self, name: str) -> None:
-        """Give this boot another name in new processes. Empty: they cannot read it."""
-        self._name = name
+        self.current = Boot(f"boot {len(self._boots)}" if named else "", since, 56 * YEAR + wall)
+        self._boots.append(self.current)
+        return self.current
 
     def run(self, seconds: float) -> None:
-        self._since += seconds
+        for boot in self._boots:
+            boot.since += seconds
         self.running += seconds
 
     @contextlib.contextmanager
@@ -399,16 +412,56 @@ def test_a_file_begun_with_a_wrong_clock_keeps_its_own_time(machine: Machine, ki
 def test_processes_share_a_clock_if_only_some_see_the_boot(machine: Machine, kind: str, names: tuple[str, str]) -> None:
     """Otherwise a lease of one process would have ended for another one."""
     machine.boot(0.0)
-    machine.rename(names[0])
+    machine.current.name = names[0]
     with machine.store(kind) as ahead:
         ahead.claim_many(["before"], LEASE)
         machine.run(3600.0)
-        machine.rename(names[1])
+        machine.current.name = names[1]
         with machine.store(kind) as late:
             assert late.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
             assert ahead.claim_many(["a"], LEASE)[0].status is ClaimStatus.IN_PROGRESS
             machine.run(LEASE)
             assert late.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("up", [5.0, YEAR], ids=["just booted", "booted a year ago"])
+@pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
+def test_a_file_that_is_moved_to_another_machine_and_back(machine: Machine, kind: str, up: float, named: bool) -> None:
+    """Whichever machine has run for longer, each continues from the newest claim, and only its own time counts."""
+    one = machine.boot(0.0, named=named, since=86400.0)
+    other = machine.boot(86400.0 - up, named=named, since=up)
+    for place in (one, other, one):
+        machine.current = place
+        key = f"of {machine.running}"
+        with machine.store(kind) as store:
+            done, _ = store.claim_many([f"done {key}", f"held {key}"], LEASE)
+            assert store.complete_many([done]) == [True]
+        machine.run(10 * RETENTION)  # while nobody uses the file
+        machine.current = other if place is one else one
+        assert machine.status(kind, f"done {key}") is ClaimStatus.DONE
+        assert machine.status(kind, f"held {key}") is ClaimStatus.IN_PROGRESS
+        machine.run(LEASE)
+        assert machine.status(kind, f"held {key}") is ClaimStatus.NEW
+        assert machine.status(kind, f"done {key}") is ClaimStatus.DONE
+    machine.run(LEASE + RETENTION)
+    assert machine.status(kind, f"done {key}") is ClaimStatus.NEW
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "sqlalchemy"])
+def test_an_empty_file_keeps_its_time_when_the_clock_is_set(machine: Machine, kind: str) -> None:
+    """A process that still runs has the time from before."""
+    machine.boot(-56 * YEAR)
+    with machine.store(kind) as early:
+        early.claim_many(["before"], LEASE)
+        machine.run(LEASE + RETENTION + 1)
+        assert early.purge() == 1
+        machine.current.name, machine.current.began = "", 56 * YEAR
+        with machine.store(kind) as late:
+            late.claim_many(["a"], LEASE)
+            assert early.claim_many(["a"], LEASE)[0].status is ClaimStatus.IN_PROGRESS
+            machine.run(LEASE)
+            assert early.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
 
 
 @given(
@@ -452,7 +505,7 @@ def test_a_base_of_the_clock_that_was_rolled_back_is_not_kept(machine: Machine) 
 
     with pytest.raises(IdempotencyStoreError):
         drive(store._query(fails), store._send)
-    machine._offset += 100.0
+    machine.current.began += 100.0
     with machine.store("sqlite") as other:
         [claim] = other.claim_many(["a"], LEASE)
     assert store.claim_many(["b"], LEASE)[0].token == claim.token
