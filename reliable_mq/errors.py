@@ -27,7 +27,7 @@ A driver's exception never reaches the user: it is the ``__cause__`` of one of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self, cast
 
 __all__ = [
     "BrokerUnavailable",
@@ -68,6 +68,12 @@ class ReliableMQError(Exception):
 
     def __reduce__(self) -> tuple[Callable[..., BaseException], tuple[object, ...]]:
         return rebuilt, (type(self), self.args, self.__dict__)
+
+    def __copy__(self) -> Self:
+        """Return an equal error with the same cause, but without the traceback."""
+        copied = cast("Self", rebuilt(type(self), self.args, self.__dict__))
+        copied.__cause__, copied.__suppress_context__ = self.__cause__, self.__suppress_context__
+        return copied
 
 
 class ConfigurationError(ReliableMQError, ValueError):

@@ -54,6 +54,16 @@ def test_an_error_can_be_copied_and_pickled(error: errors.ReliableMQError, dupli
         assert [str(one) for one in again.failures] == [str(one) for one in error.failures]
 
 
+def test_a_copy_keeps_the_cause_and_no_traceback() -> None:
+    """An error that several callers raise is copied for each of them."""
+    cause = ValueError("of a driver")
+    with pytest.raises(errors.BrokerUnavailable) as caught:
+        raise errors.BrokerUnavailable("m") from cause
+    again = copy.copy(caught.value)
+    assert (again.__cause__, again.__traceback__) == (cause, None)
+    assert copy.copy(errors.BrokerUnavailable("m")).__suppress_context__ is False
+
+
 def test_every_error_is_drawn_in_the_tree() -> None:
     """The docstring of the module names each of them."""
     drawn = inspect.getdoc(errors) or ""

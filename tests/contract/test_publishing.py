@@ -1077,6 +1077,21 @@ def test_a_permanent_refusal_is_raised_and_not_retried(
     assert len(broker.connections) == 1
 
 
+def test_the_error_of_a_credentials_callback_is_the_cause(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """Its text may contain a secret, so nothing else shows it."""
+
+    def credentials() -> tuple[str, str]:
+        raise ValueError("the vault is sealed")
+
+    url = f"amqp://127.0.0.1:{broker.port}/"
+    publisher = new_publisher(url, credentials=credentials, reconnect_stop=lambda rounds: True)
+    for call in publisher.connect, lambda: publisher.publish(Message(b"x"), routing_key=KEY):
+        with pytest.raises(BrokerUnavailable) as caught:
+            call()
+        assert str(caught.value.__cause__) == "the vault is sealed"
+    publisher.close()
+
+
 def test_a_registry_does_not_keep_publishers_unable_to_open(
     broker: ScriptedBroker, new_publisher: NewPublisher
 ) -> None:
