@@ -66,7 +66,7 @@ class BaseChannel(Generic[P]):
 
     def failure_observed(self) -> None:
         """Note that a user has seen a failure. The caller holds the guard."""
-        self._unobserved -= 1
+        self._unobserved = max(self._unobserved - 1, 0)  # a close may have raised it already
 
     def _keep_failure(self, confirmation: P) -> None:
         """Keep a failure that no user has seen. The caller holds the guard."""

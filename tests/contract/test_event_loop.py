@@ -25,6 +25,7 @@ from reliable_mq import (
     Consumer,
     DeadLetter,
     Message,
+    PublishError,
     PublishNacked,
     PublishUnconfirmed,
     Queue,
@@ -495,6 +496,27 @@ def test_close_raises_a_failure_admitted_during_cancellation(broker: ScriptedBro
 
     with pytest.raises(PublishNacked):
         run(main())
+
+
+def test_only_one_of_two_closes_raises_a_failure(broker: ScriptedBroker, run: Any) -> None:
+    """The user sees the failure between the ends of the two closes."""
+
+    async def main() -> None:
+        publisher = AsyncPublisher(broker.url)
+        confirmation = await publisher.submit(Message(b"x"), routing_key="q")
+        raised: list[PublishError] = []
+
+        async def close() -> None:
+            try:
+                await publisher.close(0)
+            except PublishError as error:
+                raised.append(error)
+                assert confirmation.exception() is not None
+
+        await asyncio.gather(close(), close())
+        assert [type(error) for error in raised] == [PublishUnconfirmed]
+
+    run(main())
 
 
 def test_a_row_admitted_as_its_relay_is_cancelled_returns_once(broker: ScriptedBroker, run: Any) -> None:
