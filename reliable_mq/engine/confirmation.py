@@ -59,6 +59,16 @@ class BaseConfirmation(ObservedPublication):
         """Return the error of a settled publish, or None if it was confirmed."""
         raise NotImplementedError
 
+    def failure(self) -> PublishError | None:
+        """Return the error of a settled publication, or None if it was confirmed.
+
+        If the end of the channel has given the message up, that is the cause of the error.
+        """
+        error = super().failure()
+        if error is not None and self.outcome is Outcome.UNKNOWN and self.owner.fatal is not None:
+            error.__cause__ = self.owner.fatal
+        return error
+
     def settled(self) -> None:
         """Call the callbacks after the outcome is written. The caller holds the lock.
 
@@ -76,8 +86,6 @@ class BaseConfirmation(ObservedPublication):
         error = self.failure()
         if error is not None:
             self._mark_observed()
-            if self.owner.fatal is not None:
-                error.__cause__ = self.owner.fatal
         return error
 
     @staticmethod

@@ -1172,6 +1172,22 @@ def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publish
         leave(3)
 
 
+def test_the_lost_broker_is_the_cause_of_messages_given_up(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    """A message that failed before has another cause."""
+    publisher = new_publisher(retry=ONCE, reconnect_stop=lambda _: True)
+    confirmations = submit(publisher, 2)
+    broker.wait_published(2)[0].channel.nack(1)
+    wait_settled(confirmations, 0)
+    broker.stop()
+    wait_settled(confirmations, 0, 1)
+    nacked = confirmations[0].exception(30)
+    assert isinstance(nacked, PublishNacked)
+    assert nacked.__cause__ is None
+    with pytest.raises(PublishUnconfirmed) as caught:
+        publisher.close()
+    assert isinstance(caught.value.__cause__, BrokerUnavailable)
+
+
 # -- reports, logs and bytes -------------------------------------------------------------------------------------------
 
 
