@@ -86,7 +86,7 @@ class PublisherTracer:
     ) -> SendTrace | None:
         """Begin the span of a publish, or return None if no trace is needed.
 
-        Invalid arguments are left for the publisher to refuse.
+        Arguments of a wrong type begin no span, since the publisher refuses them.
 
         Args:
             message: The message to publish.
@@ -125,7 +125,9 @@ class PublisherTracer:
     def _begin(
         self, message: Message, exchange: str, routing_key: str, operation: str, context: Context
     ) -> SendTrace | None:
-        properties = message.encoded_properties if isinstance(message, Message) else None
+        if not _have_types(message, exchange, routing_key):
+            return None
+        properties = message.encoded_properties
         propagation = self._propagation or self._new_propagation()
         carried = None
         if properties is not None and propagation.carries(properties):
@@ -203,7 +205,9 @@ class PublisherTracer:
         found = self._destinations.get((exchange, routing_key))
         if found is not None:
             return found
-        destination = conventions.published_to(str(exchange), str(routing_key))
+        # A member of an enum of strings has another `str`.
+        exchange_name, key = str.__str__(exchange), str.__str__(routing_key)
+        destination = conventions.published_to(exchange_name, key)
         attributes: dict[str, Any] = {
             conventions.SYSTEM: conventions.RABBITMQ,
             conventions.OPERATION_NAME: "send",
@@ -212,12 +216,17 @@ class PublisherTracer:
             **({conventions.CLIENT_ID: self._name} if self._name else {}),
             **self._server,
         }
-        if routing_key:
-            attributes[conventions.ROUTING_KEY] = conventions.exportable(str(routing_key))
+        if key:
+            attributes[conventions.ROUTING_KEY] = conventions.exportable(key)
         if len(self._destinations) >= _DESTINATIONS_KEPT:
             self._destinations.clear()
         found = self._destinations[exchange, routing_key] = destination, attributes
         return found
+
+
+def _have_types(message: object, exchange: object, routing_key: object) -> bool:
+    """Return whether the arguments of a publish have the types that it accepts."""
+    return isinstance(message, Message) and isinstance(exchange, str) and isinstance(routing_key, str)
 
 
 class SendTrace:

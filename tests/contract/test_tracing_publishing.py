@@ -6,6 +6,7 @@ The tests check name, kind, attributes, events and outcome.
 from __future__ import annotations
 
 import asyncio
+import enum
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Never
 
@@ -384,6 +385,28 @@ def test_a_wrong_argument_ends_its_span_with_the_error(broker: ScriptedBroker, n
         with pytest.raises(PublishRefused):
             publisher.publish(Message(b"12"), routing_key="orders")
         assert outcome(recorder) == ("refused", "PublishRefused", "ERROR", [])
+
+
+@pytest.mark.parametrize("wrong", [{"message": "text"}, {"exchange": ["e"]}, {"routing_key": ["orders"]}], ids=str)
+def test_an_argument_of_a_wrong_type_is_no_error_of_the_tracer(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture, wrong: dict[str, Any]
+) -> None:
+    arguments = {"message": Message(b""), "exchange": "", "routing_key": "orders"} | wrong
+    with new_publisher(tracing=Recorder().tracing) as publisher, pytest.raises(ConfigurationError):
+        publisher.submit(arguments.pop("message"), **arguments)
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+def test_a_span_has_the_value_of_a_routing_key_in_an_enum(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    broker.script = acking
+    recorder = Recorder()
+    key = enum.Enum("Queues", {"ORDERS": "orders"}, type=str)["ORDERS"]
+    with new_publisher(tracing=recorder.tracing) as publisher:
+        publisher.publish(Message(b""), routing_key=key)
+    assert broker.published[0].routing_key == "orders"
+    [send] = recorder.wait(1)
+    assert send.name == "send orders"
+    assert (send.attributes or {})["messaging.rabbitmq.destination.routing_key"] == "orders"
 
 
 def test_a_report_names_the_messages_of_the_caller(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
