@@ -214,11 +214,11 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             PublishBlocked, PublishDisconnected: If the broker blocks publishing or is unreachable, and the options say
                 to raise.
             PublishUnconfirmed: If the window was full until the deadline. The message was not sent.
-            UsageError: If the channel is closed.
+            UsageError: If the channel is closed, or in a forked child.
         """
-        if self.forked:
-            self.check_usable()
         try:
+            if self.forked:
+                self.check_usable()
             with self.lock:
                 if self._takes_none:
                     self._refuse(confirmation)
@@ -236,7 +236,8 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             if wake:
                 self._io.call_soon(self._advance)
         except BaseException as error:
-            self.nudge()  # its wake-up, or an earlier one, may have been interrupted
+            if not self.forked:
+                self.nudge()  # its wake-up, or an earlier one, may have been interrupted
             end_trace(confirmation, error)
             raise
 
@@ -389,8 +390,8 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             size, deadline, partial(self._take, confirmation), lambda: self._takes_no_more, passes=passes
         ):
             return True
-        early = not self.forked and time.monotonic() < deadline
-        if self._takes_none or self.session.blocked_reason or early:
+        self.check_usable()
+        if self._takes_none or self.session.blocked_reason or time.monotonic() < deadline:
             self._refuse(confirmation)
         if not self._crowded:
             raise self._window_timeout(confirmation, timeout)

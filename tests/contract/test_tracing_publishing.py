@@ -30,11 +30,13 @@ from reliable_mq import (
     PublishReturned,
     PublishUnconfirmed,
     RetryPolicy,
+    UsageError,
 )
 from reliable_mq.health import HealthServer
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.tracing.publishing import PublisherTracer
+from tests.children import end_of_forked_child
 from tests.hostile_exceptions import Wordless
 from tests.refused_threads import refusing_threads
 from tests.tracing.spans import BrokenEnd, BrokenPropagator, BrokenSampler, Recorder, context_of, traceparent
@@ -407,6 +409,21 @@ def test_a_span_has_the_value_of_a_routing_key_in_an_enum(broker: ScriptedBroker
     [send] = recorder.wait(1)
     assert send.name == "send orders"
     assert (send.attributes or {})["messaging.rabbitmq.destination.routing_key"] == "orders"
+
+
+def test_the_span_of_a_publish_in_a_forked_child_ends(
+    broker: ScriptedBroker, new_publisher_of_the_sync_api: NewPublisher
+) -> None:
+    recorder = Recorder()
+    with new_publisher_of_the_sync_api(tracing=recorder.tracing) as publisher:
+
+        def submit() -> None:
+            with pytest.raises(UsageError, match=r"made before fork\(\)"):
+                publisher.submit(Message(b""), routing_key="orders")
+            assert len(recorder.spans) == len(recorder.started) == 1
+
+        assert end_of_forked_child(0, submit) == 0
+    assert broker.published == []
 
 
 def test_a_report_names_the_messages_of_the_caller(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
