@@ -87,8 +87,7 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         except ReliableMQError:
             raise
         except BaseException:  # an exception of a signal handler: no user has seen the outcome
-            if self._channel is not None:
-                self._channel.not_reported((confirmation,))
+            self._not_reported((confirmation,))
             raise
 
     def submit(
