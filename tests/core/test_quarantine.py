@@ -16,6 +16,7 @@ from reliable_mq import (
     RetryPolicy,
 )
 from reliable_mq.codec import encode_ack, encode_nack, encode_table
+from reliable_mq.core import headers
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.handler import Skipped, SkipReason
@@ -372,6 +373,19 @@ def test_after_the_last_one_it_is_dead_lettered(times: int) -> None:
     assert dead.reason == f"{times} of 3 attempts failed; {times} of them by the loss of their consumer"
     session.published(dead, None, 0.0)
     assert session.take_output(0.0) == encode_ack(CHANNEL, 2, multiple=False)
+
+
+def test_the_largest_count_of_returns_is_dead_lettered() -> None:
+    """A broker without that count passes on what a client sent.
+
+    With the attempts in our headers it would exceed 64 bits, which no header can carry.
+    """
+    session = subscribed()
+    table = {**dict(isolated(moved(session)).headers), headers.ATTEMPT: 2, "x-acquired-count": 2**63 - 1}
+    item = delivery(2, redelivered=True, headers=table, routing_key="orders.quarantine")
+    item.consumer_tag = ISOLATED
+    session.delivered([item], 0.0)
+    assert only_republish(session).purpose is RepublishReason.DEAD_LETTER
 
 
 def test_a_return_in_quarantine_takes_a_delay_queue_and_counts() -> None:

@@ -57,6 +57,7 @@ __all__ = [
 #: queue.
 BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")
 _delivery_count, _acquired_count = map(integer_header, BROKER_COUNTS)
+_MOST_COUNTED: Final = 2**32  # a larger count is forged; with the attempts in our headers, it might exceed 64 bits
 MESSAGE_LIMIT: Final = 512  # characters
 _TYPE_LIMIT: Final = 128
 _SHOWN: Final = 5  # exceptions of a group that its description shows
@@ -245,7 +246,11 @@ def _whole(value: object) -> int:
 
 def broker_counts(properties: bytes) -> tuple[int, int]:
     """Return RabbitMQ's counts of failures and of all returns, 0 for a missing one."""
-    return max(_delivery_count(properties) or 0, 0), max(_acquired_count(properties) or 0, 0)
+    return _bounded(_delivery_count(properties)), _bounded(_acquired_count(properties))
+
+
+def _bounded(count: int | None) -> int:
+    return min(max(count or 0, 0), _MOST_COUNTED)
 
 
 class AttemptTracker:
