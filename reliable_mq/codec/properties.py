@@ -335,6 +335,9 @@ class Properties:
         self._values: dict[str, Any] | None = None  # by name; for the headers, their position in `raw`
         self._headers: Mapping[str, FieldValue] | None = None
 
+    def __reduce__(self) -> tuple[type[Properties], tuple[bytes]]:
+        return type(self), (self.raw,)  # read-only headers cannot be pickled; a copy decodes them again
+
     def _decode(self) -> dict[str, Any]:
         raw = self.raw
         values: dict[str, Any] = {}

@@ -281,6 +281,9 @@ class AttemptContext(str):
         self.span, self.message = span, message
         return self
 
+    def __getnewargs__(self) -> tuple[SpanContext, SpanContext | None]:  # type: ignore[override]  # of a str: the text
+        return self.span, self.message
+
 
 def context_of(span: SpanContext) -> Context:
     """Return a context that contains only a span with this span context."""

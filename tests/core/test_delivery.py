@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
 
 from reliable_mq import ConsumeError
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, message_name
-from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short
+from tests.core.deliveries import BROKEN_TABLE, delivery, failures, properties, short
 
 
 def test_every_property_can_be_read() -> None:
@@ -46,6 +49,17 @@ def test_what_arrived_cannot_be_replaced(name: str) -> None:
     with pytest.raises(AttributeError):
         setattr(item, name, "changed")
     assert item.body == b"as it came"
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda item: pickle.loads(pickle.dumps(item))])
+def test_a_delivery_goes_to_another_process_as_it_is(duplicate: Callable[[Delivery], Delivery]) -> None:
+    """A handler may pass it to a pool of processes, also after it has read the headers."""
+    item = Delivery("c", 7, True, "shop", "orders", properties(headers={"tenant": "a"}, message_id="m7"), b"body")
+    item.came_from(ChannelGeneration(1, 1, "orders"))
+    item.set_failures(failures(2))
+    assert item.headers == {"tenant": "a"}
+    copied = duplicate(item)
+    assert (copied.headers, copied.message_id, copied.attempt, copied.queue) == (item.headers, "m7", 3, "orders")
 
 
 def test_what_is_not_there_is_none() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from contextvars import copy_context
 from typing import TYPE_CHECKING, Never
 
@@ -51,6 +52,15 @@ def test_a_context_ends_with_its_handler(context: str, thrown_away: bool, caplog
         assert task.run(get_current) == {}
     assert get_current() == {}
     assert caplog.messages == []
+
+
+def test_a_traced_delivery_goes_to_another_process() -> None:
+    copies: list[Delivery] = []
+    tracer = ConsumerTracer(Recorder().tracing, name="test", queue="orders", endpoints=())
+    item = delivery(headers={"traceparent": SAMPLED})
+    tracer.traced(lambda one: copies.append(pickle.loads(pickle.dumps(one))), batch=False)(item)
+    assert item.attempt_context is not None
+    assert (copies[0].attempt_context, copies[0].headers) == (item.attempt_context, item.headers)
 
 
 @pytest.mark.parametrize("error", [Wordless(), Textless()], ids=["raises", "leaves"])
