@@ -31,7 +31,7 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
 from reliable_mq.tls import TLSOptions
 
-__all__ = ["parse_url", "redacted"]
+__all__ = ["parse_url", "redacted", "split_user"]
 
 logger = get_logger(__name__)
 
@@ -46,6 +46,7 @@ _KEYS: Final = ("auth_mechanism", *_NUMBERS, "connection_timeout", "name", *_TLS
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 _DIGITS: Final = re.compile(r"[0-9]{1,9}")
 _AUTHORITY_END: Final = re.compile(r"[/?]")
+_USER_INFO: Final = re.compile(r"(?P<scheme>[^/?#]*://)(?P<user>[^/?#]*@)")
 _BAD_ESCAPE: Final = re.compile(r"%(?![0-9A-Fa-f]{2})")
 _USER: Final = re.compile(r"[^/?#=&\s]*")
 # The options of a URL that may be shown, and the allowed characters of their values. Any other value may be a secret.
@@ -119,6 +120,15 @@ def parse_url(
     return settings
 
 
+def split_user(url: str) -> tuple[str, str]:
+    """Return a URL without its user and password, and these with their ``@``.
+
+    They end at the last ``@`` before the path. `urlsplit` takes a bracket in a password for a part of an IPv6 address.
+    """
+    found = _USER_INFO.match(url)
+    return (url, "") if found is None else (found["scheme"] + url[found.end() :], found["user"])
+
+
 def redacted(url: str) -> str:
     """Return a URL of any scheme without its secrets, for a log line or an error.
 
@@ -184,25 +194,25 @@ def _parse_one(url: object) -> _Parsed:
         raise ConfigurationError(
             "the URL holds a space, a line end or a character that is not ASCII: percent-encode it"
         )
-    scheme, separator, rest = url.partition("://")
+    location, user_info = split_user(url)
+    scheme, separator, rest = location.partition("://")
     scheme = scheme.lower()
     if not separator or scheme not in _DEFAULT_PORTS:
         raise ConfigurationError("the URL must begin with amqp:// or amqps://")
     if "#" in rest:
         raise ConfigurationError("the URL holds a '#': write it as %23")
-    end = _AUTHORITY_END.search(rest)
-    authority, rest = (rest, "") if end is None else (rest[: end.start()], rest[end.start() :])
-    if "@" in rest or authority.count("@") > 1:
+    if "@" in rest or user_info.count("@") > 1:
         # This prevents reading a part of a password as a port, a virtual host or an option.
         raise ConfigurationError(
             "the URL holds an '@' after the one that ends the password, or a password with '/', '?' or '@' in it: "
             "percent-encode them (%40, %2F, %3F)"
         )
+    end = _AUTHORITY_END.search(rest)
+    hosts, rest = (rest, "") if end is None else (rest[: end.start()], rest[end.start() :])
     path, _, query = rest.partition("?")
-    user_info, at, hosts = authority.rpartition("@")
     return _Parsed(
         scheme=scheme,
-        credentials=_parse_user_info(user_info) if at else None,
+        credentials=_parse_user_info(user_info.removesuffix("@")) if user_info else None,
         endpoints=tuple(_parse_host(host, _DEFAULT_PORTS[scheme]) for host in hosts.split(",")),
         virtual_host=_parse_path(path),
         query=_parse_query(query) if "?" in rest else {},

@@ -20,7 +20,7 @@ from integration.support.seeds import seeds, soaking
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import Credentials, Endpoint
 from reliable_mq.tls import TLSOptions
-from reliable_mq.url import parse_url, redacted
+from reliable_mq.url import parse_url, redacted, split_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +126,21 @@ def test_no_path_and_a_lone_slash_mean_the_default_virtual_host(path: str, virtu
 
 def test_a_password_may_hold_a_colon() -> None:
     assert parse_url("amqp://u:a:b@h").credentials == Credentials("u", "a:b")
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("amqp://u:p@host/v", ("amqp://host/v", "u:p@")),
+        ("amqp://u:a[b]@[::1]:5672/v?name=x", ("amqp://[::1]:5672/v?name=x", "u:a[b]@")),
+        ("amqp://u:p@q@host", ("amqp://host", "u:p@q@")),
+        ("amqp://host/v@w", ("amqp://host/v@w", "")),
+        ("amqp://host", ("amqp://host", "")),
+        ("no URL", ("no URL", "")),
+    ],
+)
+def test_a_url_is_split_from_its_user(url: str, parts: tuple[str, str]) -> None:
+    assert split_user(url) == parts
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "[::1]", "localhost,127.0.0.1:99"])

@@ -40,8 +40,9 @@ from reliable_mq.testing.faults import (
     directions_of,
 )
 from reliable_mq.testing.frames import BODY, Frame, key_of
-from reliable_mq.testing.server import Server, Upstream, count_of, server_context, split_user
+from reliable_mq.testing.server import Server, Upstream, count_of, server_context
 from reliable_mq.tls import TLSOptions
+from reliable_mq.url import split_user
 
 if TYPE_CHECKING:
     from collections.abc import Callable

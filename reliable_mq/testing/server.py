@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import socket
 import ssl
 from collections import Counter
@@ -35,6 +34,7 @@ from reliable_mq.testing.faults import (
 )
 from reliable_mq.testing.frames import key_of, name_of
 from reliable_mq.tls import server_hostname
+from reliable_mq.url import split_user
 
 if TYPE_CHECKING:
     import random
@@ -43,12 +43,11 @@ if TYPE_CHECKING:
 
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["Server", "Upstream", "count_of", "server_context", "split_user"]
+__all__ = ["Server", "Upstream", "count_of", "server_context"]
 
 _CONNECT_TIMEOUT: Final = 10.0
 _BACKLOG: Final = 128
 _DEFAULT_PORTS: Final = {"amqp": 5672, "amqps": 5671}
-_USER: Final = re.compile(r"(?P<scheme>[^/?#]*://)(?P<user>[^/?#]*@)")
 logger = get_logger(__name__)
 
 
@@ -320,15 +319,6 @@ class Server:
 
 # The thread does not exist in a forked child, whose copies of the sockets would keep the connections and the port open.
 _servers = each_at_fork(ForkStage.RELEASE, Server._forget)  # noqa: SLF001  # of this module
-
-
-def split_user(url: str) -> tuple[str, str]:
-    """Return a URL without its user and password, and these with their ``@``.
-
-    `urlsplit` takes a bracket in a password for a part of an IPv6 address.
-    """
-    found = _USER.match(url)
-    return (url, "") if found is None else (found["scheme"] + url[found.end() :], found["user"])
 
 
 def count_of(counters: dict[Direction, Counter[int]], name: str | None, direction: Direction | None) -> int:
