@@ -521,14 +521,15 @@ def test_two_people_replay_at_once(vhost: VirtualHost, browser: Browser, checker
 def test_the_command_serves_the_page_until_a_signal(vhost: VirtualHost) -> None:
     """Without names, the page lists the queues of the management API.
 
-    It ends cleanly on SIGTERM and on Ctrl-C.
+    It ends cleanly on SIGTERM and on Ctrl-C. An IPv4-mapped address is the IPv4 address in it.
     """
     publish(vhost, letters(3))
     management = ("--management-url", vhost.broker.management.url)
-    for number, status in ((signal.SIGTERM, 0), (signal.SIGINT, 130)):
-        with start_cli("web", vhost.url, "--port", "0", *management) as process:
+    for host, number, status in (("127.0.0.1", signal.SIGTERM, 0), ("::ffff:127.0.0.1", signal.SIGINT, 130)):
+        with start_cli("web", vhost.url, "--host", host, "--port", "0", *management) as process:
             assert process.stdout is not None
             address = process.stdout.readline().decode().split()[0]
+            assert address.startswith("http://127.0.0.1:")
             with urllib.request.urlopen(address, timeout=60) as answer:
                 page = answer.read().decode()
             assert DEAD in page
@@ -537,8 +538,9 @@ def test_the_command_serves_the_page_until_a_signal(vhost: VirtualHost) -> None:
             assert process.wait(60) == status
 
 
-def test_the_command_listens_elsewhere_with_a_token_only(vhost: VirtualHost) -> None:
-    done = run_cli("web", vhost.url, DEAD, "--host", "0.0.0.0", "--port", "0")
+@pytest.mark.parametrize("host", ["0.0.0.0", "::ffff:0.0.0.0"])
+def test_the_command_listens_elsewhere_with_a_token_only(vhost: VirtualHost, host: str) -> None:
+    done = run_cli("web", vhost.url, DEAD, "--host", host, "--port", "0")
     assert done.returncode == 2
     assert "is not a loopback address: set RELIABLE_MQ_WEB_TOKEN" in " ".join(
         done.stderr.decode().replace("│", " ").split()

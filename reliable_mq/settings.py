@@ -10,13 +10,12 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-import ipaddress
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 from urllib.parse import quote
 
-from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, is_text, seconds, whole_number
+from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, ip_address, is_text, seconds, whole_number
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 
@@ -44,14 +43,8 @@ class Endpoint:
     @property
     def is_loopback(self) -> bool:
         """Whether the host is a loopback address or ``localhost``; no name is resolved."""
-        if self.host.lower() == "localhost":
-            return True
-        try:
-            address = ipaddress.ip_address(self.host)
-        except ValueError:
-            return False
-        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-        return (mapped or address).is_loopback
+        address = ip_address(self.host)
+        return self.host.lower() == "localhost" if address is None else address.is_loopback
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Check users' arguments: numbers, flags, durations, JSON, and paths for SQLite.
+"""Check users' arguments: numbers, durations, hosts, JSON, and paths for SQLite.
 
 A constructor that passes its arguments on gets its signature from the class that declares them (`declared_by`).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import ipaddress
 import json
 import math
 import os
@@ -29,6 +30,7 @@ __all__ = [
     "decode_json",
     "file_path",
     "fraction",
+    "ip_address",
     "is_host",
     "is_number",
     "is_text",
@@ -80,6 +82,19 @@ def is_host(text: str) -> bool:
     except UnicodeError:
         return False
     return bool(text) and "\0" not in text
+
+
+def ip_address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return an IP address, or None if the text is none.
+
+    An IPv4-mapped address, such as ``::ffff:127.0.0.1``, is the IPv4 address in it.
+    """
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address
 
 
 def whole_number(field: str, value: object, least: int, most: int | None = None, *, unit: str = "") -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import signal
 import socket
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
+from reliable_mq._util.validation import ip_address
 from reliable_mq.cli.dlq import imported_store
 from reliable_mq.cli.terminal import INTERRUPTED, URL, hide_logs, output, say
 from reliable_mq.errors import ConfigurationError
@@ -96,7 +96,10 @@ def web(
 
     hide_logs(unwatched_logger)
     token = _token(token_file)
-    if token is None and not _is_loopback(host):
+    address = ip_address(host)
+    host = host if address is None else str(address)
+    is_loopback = host == "localhost" if address is None else address.is_loopback
+    if token is None and not is_loopback:
         raise typer.BadParameter(f"--host {host} is not a loopback address: set {_TOKEN}, or give --token-file")
     settings = parse_url(url)
     app = DeadLetterApp(
@@ -106,7 +109,7 @@ def web(
         allow_changes=allow_changes,
         allow_editing=allow_editing,
         token=token,
-        allowed_hosts=[*(allowed_host or []), *([] if host in ("0.0.0.0", "::") else [host])],  # noqa: S104
+        allowed_hosts=[*(allowed_host or []), *([] if address is not None and address.is_unspecified else [host])],
         audit_log=audit_log,
         idempotency=imported_store(idempotency, idempotency_namespace),
         idempotency_namespace=idempotency_namespace,
@@ -134,15 +137,6 @@ def _token(file: Path | None) -> str | None:
     if not text:
         raise typer.BadParameter(f"--token-file: {file} is empty")
     return text
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _found_by(settings: ConnectionSettings, management_url: str | None) -> Callable[[], list[str]]:

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import re
 import secrets
 import threading
@@ -33,6 +32,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from reliable_mq._util.validation import ip_address
 from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
@@ -213,15 +213,15 @@ def _digest(text: str) -> bytes:
 
 
 def _host(text: str) -> str:
-    """Return the host of a Host header in lower case, or "" if it is invalid.
+    """Return the host of a Host header in one spelling, or "" if it is invalid.
 
     The header is ``host``, ``host:port`` or ``[address]:port``.
     """
     text = text.strip().lower().removesuffix(".")
-    if text.count(":") > 1 and not text.startswith("["):
-        return text
     found = _HOST_AND_PORT.fullmatch(text)
-    return "" if found is None else (found[1] or found[2] or "").removesuffix(".")
+    host = "" if found is None else (found[1] or found[2] or "").removesuffix(".")
+    address = ip_address(text) or ip_address(host)  # without brackets, an address may be mistaken for a host and a port
+    return host if address is None else str(address)
 
 
 def _host_and_port(origin: str) -> str:
@@ -247,8 +247,6 @@ def _is_local(request: Request) -> bool:
     headers: Headers = request.headers
     if any(name in headers for name in _PROXIED):
         return False
-    address = _address(request)
-    try:
-        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:
-        return not address  # a Unix socket
+    client = _address(request)
+    address = ip_address(client)
+    return not client if address is None else address.is_loopback  # a Unix socket has no address

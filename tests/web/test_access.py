@@ -40,6 +40,13 @@ def _letters(broker: MemoryBroker) -> None:
         ("LOCALHOST:8025", 200),
         ("127.0.0.1:8025", 200),
         ("[::1]:8025", 200),
+        ("[0:0:0:0:0:0:0:1]:8025", 200),
+        ("[::ffff:127.0.0.1]:8025", 200),
+        ("[::ffff:7f00:1]", 200),
+        ("::1", 200),
+        ("[::ffff:10.0.0.7]", 421),
+        ("::1:8025", 421),
+        ("localhost:1:2", 421),
         ("shop.example", 200),
         ("shop.example.:443", 200),
         ("evil.example", 421),
@@ -103,8 +110,9 @@ def test_another_site_may_link_here_and_load_nothing(page: Page, headers: dict[s
 
 def test_without_a_token_only_this_machine_is_served(page: Page) -> None:
     assert page(client="127.0.0.1").get("/").status_code == 200
-    assert page(client="::1").get("/").status_code == 200
-    for client in ("10.0.0.7", "192.168.1.4", "2001:db8::1"):
+    for client in ("::1", "::1%lo", "::ffff:127.0.0.1"):
+        assert page(client=client).get("/").status_code == 200
+    for client in ("10.0.0.7", "192.168.1.4", "2001:db8::1", "::ffff:10.0.0.7"):
         assert page(client=client).get("/").status_code == 403
     for header in ("X-Forwarded-For", "Forwarded", "X-Real-IP", "Via"):
         assert page().get("/", headers={header: "10.0.0.7"}).status_code == 403
