@@ -15,7 +15,6 @@ Invariants:
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import Counter
@@ -188,6 +187,10 @@ class Letter:
 
     Attributes with the same name as in `DeadMessage` have the same value; of a text, its beginning.
 
+    Args:
+        keep: Whether to keep the content.
+        shared: A function that returns the same object for equal texts, which save memory then.
+
     Attributes:
         size: The size of the body, in bytes.
         note: The beginning of the exception's message.
@@ -208,18 +211,18 @@ class Letter:
         "unreadable",
     )
 
-    def __init__(self, message: DeadMessage, *, keep: bool) -> None:
+    def __init__(self, message: DeadMessage, *, keep: bool, shared: Callable[[str], str]) -> None:
         self.position = message.position
         self.fingerprint = message.fingerprint
         self.message_id = message.message_id
-        self.exception_type = sys.intern(message.exception_type[:MESSAGE_LIMIT])
-        self.reason = sys.intern(message.reason[:MESSAGE_LIMIT])
-        self.note = sys.intern(printable(message.exception_message, _NOTE))
+        self.exception_type = shared(message.exception_type[:MESSAGE_LIMIT])
+        self.reason = shared(message.reason[:MESSAGE_LIMIT])
+        self.note = shared(printable(message.exception_message, _NOTE))
         self.unreadable = message.unreadable
         self.died_at = message.died_at
         self.attempts = message.attempts
         self.size = len(message.body)
-        self._origin = None if message.origin is None else sys.intern(message.origin.queue[:MESSAGE_LIMIT])
+        self._origin = None if message.origin is None else shared(message.origin.queue[:MESSAGE_LIMIT])
         self._delivery: Delivery | None = message.delivery if keep else None
 
     @property
@@ -280,6 +283,7 @@ class QueueReading:
         self.not_kept = 0
         self.read_at = datetime.now(UTC)
         self._kept = 0
+        self._texts: dict[str, str] = {}  # not interned: some versions of Python never free such texts
         self._extra: Letter | None = None
         self._by_fingerprint: dict[str, Letter] = {}
         self._repeated: dict[str, list[Letter]] = {}  # the letters that are equal to one of those in every byte
@@ -290,7 +294,7 @@ class QueueReading:
         keep = size <= _KEPT_EACH and self._kept + size <= KEPT_BYTES
         self._kept += size if keep else 0
         self.not_kept += not keep
-        letter = Letter(message, keep=keep)
+        letter = Letter(message, keep=keep, shared=self._shared)
         self.letters.append(letter)
         if self._by_fingerprint.setdefault(letter.fingerprint, letter) is not letter:
             self._repeated.setdefault(letter.fingerprint, []).append(letter)
@@ -341,3 +345,6 @@ class QueueReading:
     def summary(self) -> QueueSummary | None:
         """Return the summary, or None if there are no letters."""
         return QueueSummary(self.oldest, self.groups(self.letters)[0]) if self.letters else None
+
+    def _shared(self, text: str) -> str:
+        return self._texts.setdefault(text, text)

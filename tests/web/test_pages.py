@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import re
+import sys
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -25,6 +26,7 @@ from reliable_mq.stores import AsyncRedisStore
 from reliable_mq.testing.waiting import until, wait_until
 from reliable_mq.web import DeadLetterApp
 from reliable_mq.web.jobs import Job, Jobs
+from reliable_mq.web.letters import QueueReading
 from reliable_mq.web.operations import Operations
 from tests.refused_threads import refusing_threads
 from tests.web.conftest import URL
@@ -581,6 +583,20 @@ def test_a_reading_keeps_bounded_texts(page: Page, broker: MemoryBroker, monkeyp
         tracemalloc.stop()
     assert "1 letter ·" in found
     assert kept < 2_000_000
+
+
+def test_equal_texts_are_one_and_end_with_their_reading(broker: MemoryBroker) -> None:
+    """A text that is interned would stay in the process, and a publisher may forge any number of texts."""
+    reading = QueueReading("orders.dead")
+    broker.add("orders.dead", letter(1), letter(3))
+    with broker.open(URL, "orders.dead") as dead:
+        for message in dead.browse():
+            reading.add(message)
+    first, second = reading.letters
+    for name in ("exception_type", "reason"):
+        text = getattr(first, name)
+        assert getattr(second, name) is text
+        assert sys.intern("".join(text)) is not text
 
 
 def test_a_letter_that_cannot_be_read_again_is_not_gone(
