@@ -550,6 +550,22 @@ def test_a_replay_goes_on_after_an_ack_costs_its_connection(vhost: VirtualHost, 
     assert sorted(bodies(vhost, "orders", 10)) == [str(number).encode() for number in range(10)]
 
 
+def test_a_replay_goes_on_after_a_half_open_connection(vhost: VirtualHost, fault_proxy: FaultProxyFactory) -> None:
+    """No bytes arrive any more, which heartbeats detect. RabbitMQ holds messages for the connection until then."""
+    known = {headers.FORMAT: 1, headers.ORIGINAL_QUEUE: "orders"}
+    publish(vhost, [Message(b"%d" % number, headers=known) for number in range(600)], ORDERS, "orders.dead")
+    proxy = fault_proxy(vhost.url)
+
+    def cut(done: int, _total: int) -> None:
+        if done == 200:
+            proxy.black_hole(new_connections=False)
+
+    with DeadLetterQueue(proxy.url, ORDERS, heartbeat=5) as dead:
+        report = dead.replay(progress=cut)
+        assert (report.replayed, report.failed, len(dead)) == (600, 0, 0)
+    assert {int(body) for _, body in vhost.bodies("orders")} == set(range(600))
+
+
 def test_equal_letters_are_all_replayed_over_a_lost_connection(
     any_vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:

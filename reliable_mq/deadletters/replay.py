@@ -10,7 +10,8 @@ Invariants:
   in every byte, so it is published, perhaps a second time. If no more is tried, the run fails instead.
 - A dead letter that could not be published is tried once and counted once in a run, whatever is lost in between.
 - A run ends if nothing of a batch could be sent within its time, because then nothing of the next could be either.
-- A run processes the messages that are in the queue when it begins. Later dead letters are left to the next run.
+- A run processes the messages that are in the queue when it begins. Later dead letters are left to the next run. If a
+  channel is lost, the run waits a limited time for the messages that RabbitMQ holds for the lost connection.
 - In any second, no more messages are published than the rate, even after idle time. For a rate that is not a whole
   number, for example 1.5, the limit is two in any 1.33 seconds. Only the excess of a wait is made up for.
 """
@@ -170,7 +171,7 @@ def warn_of_missing(queue: str, read: int, total: int) -> None:
     if read < total:
         logger.warning(
             "%d of %d messages of queue %r were not read: they expired, or others took them, such as a consumer, a "
-            "browse or a replay",
+            "browse, a replay or a lost connection",
             total - read,
             total,
             queue,
@@ -213,6 +214,7 @@ class Replay:
         self._batch = BATCH if self.rate is None else max(1, min(BATCH, int(self.rate)))
         self._total = 0  # messages at the beginning
         self._position = 0  # of the latest message that was read
+        self._lost = False  # whether a channel was lost
         self._acked = 0
         self._unacked: Counter[str] = Counter()  # messages with an id that this run published, perhaps not acked
         self._in_doubt = 0  # messages without an id that this run published, perhaps not acked
@@ -238,6 +240,7 @@ class Replay:
                 self._go_through()
                 break
             except StaleDelivery:
+                self._lost = True
                 losses = 1 if self._acked > before else losses + 1
                 if losses > _LOSSES:
                     raise
@@ -252,8 +255,7 @@ class Replay:
                 f"the connection was lost; {self._in_doubt} replayed messages without an id may still be in the queue"
             )
         if self._may_try:
-            perhaps_acked = self._unacked.total() + self._in_doubt
-            warn_of_missing(self.queue, self._position + perhaps_acked, self._total)
+            warn_of_missing(self.queue, self._known, self._total)
         return self.report
 
     @property
@@ -274,6 +276,16 @@ class Replay:
         """The minimum number of published messages that a lost connection holds."""
         return max(self._unacked.total() - self.channel.doubtful, 0)
 
+    @property
+    def _known(self) -> int:
+        """The number of messages that were read or are perhaps acked."""
+        return self._position + self._unacked.total() + self._in_doubt
+
+    @property
+    def _waits(self) -> bool:
+        """Whether a lost connection may hold messages that this run still has to handle."""
+        return self._held > 0 or (self._lost and self._may_try and self._known < self._total)
+
     def _go_through(self) -> None:
         """Read the queue from its head, up to the number of messages at the beginning.
 
@@ -287,7 +299,7 @@ class Replay:
         while not self._enough:
             found = next(read_batches(self.channel, self._batch, self.guard, self._position, self._total), None)
             if found is None:
-                if not self._held or self.stop.wait(_CHECK_EVERY) or time.monotonic() >= until:
+                if not self._waits or self.stop.wait(_CHECK_EVERY) or time.monotonic() >= until:
                     return
                 continue
             messages, self._total = found

@@ -80,6 +80,23 @@ class HeldChannel(AckLosingChannel):
         return super().take(most)
 
 
+class CutOffChannel(FakeChannel):
+    """Is lost after its first batch. RabbitMQ holds everything else for the lost connection, for some reads."""
+
+    def __init__(self, *, reads: float) -> None:
+        super().__init__(1000)
+        self._reads = reads
+
+    def take(self, most: int) -> list[Delivery]:
+        if self._next > 200 and not self._redelivered:
+            self._redelivered = True
+            raise StaleDelivery("the channel was lost")
+        if self._redelivered and self._reads:
+            self._reads -= 1
+            return []
+        return super().take(most)
+
+
 class SharedChannel(FakeChannel):
     """Others take all messages after the first 200. May be lost at its first ack, which RabbitMQ has seen."""
 
@@ -278,6 +295,13 @@ def test_messages_held_by_a_lost_connection_are_awaited() -> None:
     assert (publisher.submitted, report.already_published, channel.acked) == (200, 200, 200)
 
 
+def test_messages_that_a_lost_connection_took_are_awaited() -> None:
+    """The run had not published them, but they were in the queue when it began."""
+    channel, publisher = CutOffChannel(reads=3), FakePublisher(refuses="")
+    report = replay(channel, publisher, None, Target("", "orders"), stop=StopEvent(comes=False))
+    assert (publisher.submitted, report.replayed, channel.acked) == (1000, 1000, 1000)
+
+
 @pytest.mark.parametrize(("patience", "stopped"), [(0.0, False), (60.0, True)])
 def test_messages_held_for_too_long_fail_the_run(
     patience: float, stopped: bool, monkeypatch: pytest.MonkeyPatch
@@ -291,9 +315,10 @@ def test_messages_held_for_too_long_fail_the_run(
 
 @pytest.mark.parametrize(("dry_run", "loses_an_ack"), [(True, False), (False, False), (False, True)])
 def test_a_replay_tells_that_others_took_messages(
-    dry_run: bool, loses_an_ack: bool, caplog: pytest.LogCaptureFixture
+    dry_run: bool, loses_an_ack: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise, it would seem to be complete. Messages whose acks were seen are not among them."""
+    monkeypatch.setattr("reliable_mq.deadletters.replay._NOTICED", 0.0)
     publisher = None if dry_run else FakePublisher(refuses="")
     report = replay(SharedChannel(loses_an_ack=loses_an_ack), publisher, None, Target("", "orders"))
     assert report.replayed == 200
