@@ -91,6 +91,25 @@ def test_f42_calls_on_an_outbox_whose_database_hangs_end_in_time(
     assert [body for body in found if body != b"in doubt"] == [b"before", b"after"]
 
 
+def test_an_idle_publisher_whose_database_hangs_is_not_ready(
+    vhost: VirtualHost, database: Callable[[str], Database]
+) -> None:
+    """Its relay waits, and each of its calls ends without an answer sooner than the probe gets impatient."""
+    server = database("postgresql")
+    engine = create_engine(server.fresh())
+    with Publisher(vhost.url, outbox=short_of_time(engine), topology=[ORDERS]) as publisher:
+        publisher.publish(Message(b"before"), routing_key="orders", timeout=20)
+        wait_for_answer(lambda: publisher.flush(20), "an empty outbox")
+        server.pause()
+        wait_until(lambda: not publisher.health(stuck_after=3).ready, timeout=60, what="the probe")
+        health = publisher.health(stuck_after=3)
+        assert (health.live, health.ready, health.progressing) == (True, False, False)
+        assert "its outbox has not answered its relay for" in health.reason
+        server.unpause()
+        wait_until(lambda: publisher.health(stuck_after=3).ready, timeout=60, what="the probe")
+    engine.dispose()
+
+
 @pytest.mark.parametrize(("kind", "api", "driver"), APIS)
 def test_an_outbox_goes_on_when_its_connections_fall_silent(
     vhost: VirtualHost, database: Callable[[str], Database], kind: str, api: str, driver: str

@@ -4,7 +4,7 @@ The engine collects signs, and the functions here judge them. The three answers 
 
 - Not live: only a new process helps. The event loop stalls or has ended, or the part has given up for good.
 - Not ready: the part works but cannot do its task now. It has no connection or no idempotency store, cannot store in
-  its outbox, or is blocked by the broker, paused or stopping.
+  its outbox or gets no answer of it, or is blocked by the broker, paused or stopping.
 - Not progressing: the part has had work for a long time, and none of that work has ended.
 
 Invariants:
@@ -77,6 +77,7 @@ class OutboxSigns:
     store_failing: StoreFailure | None = None  # None if the last message was stored
     unstored: int = 0  # the number of messages that wait for an answer of the outbox
     answered_at: float = 0.0  # when the outbox last answered, or when the first of these messages arrived
+    unanswered_since: float | None = None  # since when its relay waits for an answer of the outbox
     relay_over: bool = False  # whether its relay has ended before it was closed
     trouble: str = ""  # why nothing can be relayed now
     trouble_since: float = 0.0
@@ -168,6 +169,10 @@ def _of_outbox(outbox: OutboxSigns, signs: PublisherSigns, now: float) -> list[_
     if outbox.unstored and waited >= signs.stuck_after:
         text = f"{outbox.unstored} messages are not stored, and its outbox has not answered for {waited:.1f} s"
         problems.append(_Problem(text, outbox.answered_at, progressing=False))
+    silent_since = outbox.unanswered_since
+    if silent_since is not None and now - silent_since >= signs.stuck_after:
+        text = f"its outbox has not answered its relay for {now - silent_since:.1f} s"
+        problems.append(_Problem(text, silent_since, progressing=False))
     if outbox.relay_over:
         problems.append(_Problem("the relay of its outbox has ended", signs.changed_at, live=False))
     if outbox.trouble and now - outbox.trouble_since >= signs.stuck_after:

@@ -254,6 +254,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             store_failing=self._failing,
             unstored=len(self._unstored),
             answered_at=self._answered_at,
+            unanswered_since=self.relay.unanswered_since,
             relay_over=self.relay.ended,
             trouble="" if error is None else str(error),
             trouble_since=since,

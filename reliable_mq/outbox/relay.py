@@ -346,6 +346,7 @@ class OutboxRelay(_OutboxThread):
         self._full = False  # more rows are ready than ``max_bytes`` allows
         self._unwritten = 0  # outcomes on their way into the outbox
         self._unwritten_bytes = 0
+        self._written_at = 0.0  # when outcomes were last written, or when the first of the unwritten ones arrived
         self._stop_by: float | None = None
         self._pauses = 0
         self._trouble_since = 0.0
@@ -381,6 +382,12 @@ class OutboxRelay(_OutboxThread):
     def trouble(self) -> tuple[Exception | None, float]:
         """The error that prevents publishing (or None), and its monotonic start time."""
         return self.error, self._trouble_since
+
+    @property
+    def unanswered_since(self) -> float | None:
+        """The monotonic time since when the outbox has not answered, or None."""
+        waits = self._count.unanswered_since, self._written_at if self._unwritten else None
+        return min((since for since in waits if since is not None), default=None)
 
     @property
     def outstanding(self) -> int:
@@ -438,6 +445,7 @@ class OutboxRelay(_OutboxThread):
         with self._lock:
             written, self._written = self._written, []
         if written:
+            self._written_at = time.monotonic()
             self._unwritten -= len(written)
             self._unwritten_bytes -= _size(written)
             leases.written(written)
@@ -535,6 +543,8 @@ class OutboxRelay(_OutboxThread):
             elif settlement.outcome is RowOutcome.CONFIRMED:
                 self.statistics.confirmed += 1
         leases.decided(settlements)
+        if not self._unwritten:
+            self._written_at = time.monotonic()
         self._unwritten += len(settlements)
         self._unwritten_bytes += _size(settlements)
         self._settle(settlements)

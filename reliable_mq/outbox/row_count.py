@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import InterruptibleEvent, call_in_background
 from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
-from reliable_mq.errors import ReliableMQError
+from reliable_mq.errors import OutboxError, ReliableMQError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -41,6 +41,10 @@ class RowCount:
         counted: A function that is called when a count has ended, on any thread.
         name: The name of the threads that count.
         measured: Whether to count at all.
+
+    Attributes:
+        unanswered_since: Since when the relay waits for an answer of the outbox, in monotonic time; None if it does
+            not.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class RowCount:
         self._none_runs.set()
         self._last: tuple[OutboxStatus, float] | None = None  # the last count and its time
         self._runs_since: float | None = None  # since when a count runs
-        self._waits_since: float | None = None  # since when the relay waits for the outbox
+        self.unanswered_since: float | None = None
         self._log = LogLimit(_LOG_ERRORS_EVERY)
 
     @property
@@ -70,7 +74,7 @@ class RowCount:
         """The last count, None without one, or while the outbox fails or hangs."""
         last, now = self._last, time.monotonic()
         if last is None or any(
-            since is not None and now - since >= _HANGS_AFTER for since in (self._runs_since, self._waits_since)
+            since is not None and now - since >= _HANGS_AFTER for since in (self._runs_since, self.unanswered_since)
         ):
             return None
         return last[0].after(now - last[1])
@@ -84,12 +88,21 @@ class RowCount:
 
     @contextmanager
     def outbox_called(self) -> Iterator[None]:
-        """Watch whether a call of the outbox on the relay's thread hangs."""
-        self._waits_since = time.monotonic()
+        """Watch whether a call of the outbox on the relay's thread hangs.
+
+        A call that ended without an answer in time counts as one with its repetition.
+        """
+        if self.unanswered_since is None:
+            self.unanswered_since = time.monotonic()
+        answered = True
         try:
             yield
+        except OutboxError as error:
+            answered = not isinstance(error.__cause__, TimeoutError)
+            raise
         finally:
-            self._waits_since = None
+            if answered:
+                self.unanswered_since = None
 
     def wait(self) -> None:
         """Wait until no count runs."""

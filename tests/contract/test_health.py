@@ -265,6 +265,59 @@ def test_a_publisher_whose_outbox_hangs_is_not_ready(
         assert inner(publisher)._outbox_channel.relay.statistics.not_stored == 2
 
 
+class Freezing(SQLiteOutbox):
+    """An outbox whose disk freezes from some time on: reading from it, or writing outcomes to it."""
+
+    frozen = ""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, poll_interval=0.01)
+        self.thawed = threading.Event()
+
+    def answer(self, call: str) -> None:
+        if call == self.frozen:
+            self.thawed.wait(30)
+
+    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
+        if settlements:
+            self.answer("write")
+        super().write(rows, settlements)
+
+    def claims(self) -> Any:
+        leases = super().claims()
+        take = leases.take
+
+        def take_late(limit: int, retries: int | None = None) -> Any:
+            self.answer("take")
+            return take(limit, retries)
+
+        leases.take = take_late  # type: ignore[method-assign]
+        return leases
+
+
+@pytest.mark.parametrize("call", ["take", "write"])
+def test_a_publisher_whose_relay_gets_no_answer_is_not_ready(
+    broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path, call: str
+) -> None:
+    """No message waits to be stored, so only the relay notices that the outbox hangs."""
+    outbox = Freezing(tmp_path / "outbox.db")
+    with new_publisher(outbox=outbox) as publisher:
+        broker.script = lambda published: published.channel.ack(published.number)
+        publisher.publish(Message(b"before"), routing_key="orders")
+        publisher.flush(30)
+        outbox.frozen = call
+        try:
+            if call == "write":
+                publisher.publish(Message(b"confirmed"), routing_key="orders")
+            health = wait_health(publisher, lambda health: not health.ready, stuck_after=0.2)
+            assert states(health) == (True, False, False)
+            assert "its outbox has not answered its relay for" in health.reason
+            assert inner(publisher).health().ready  # within confirm_timeout
+        finally:
+            outbox.thawed.set()
+        wait_health(publisher, lambda health: health.ready, stuck_after=0.2)
+
+
 def cause_of_failed_flush(client: Any) -> str:
     """Flush on the loop of an asyncio publisher, because asyncio drops the cause between threads."""
 

@@ -151,6 +151,14 @@ def test_an_outbox_that_does_not_answer_is_not_ready() -> None:
     assert judge(replace(PUBLISHER, outbox=replace(hangs, unstored=0))) == WELL
 
 
+def test_an_outbox_that_does_not_answer_its_relay_is_not_ready() -> None:
+    """Without traffic, only the relay notices."""
+    hangs = OutboxSigns(open=True, unanswered_since=NOW - 30)
+    reason = "its outbox has not answered its relay for 30.0 s"
+    assert judge(replace(PUBLISHER, outbox=hangs)) == Health(True, False, False, WALL_CLOCK - 30, reason)
+    assert judge(replace(PUBLISHER, outbox=replace(hangs, unanswered_since=NOW - 29))) == WELL
+
+
 def test_all_reasons_are_given_and_the_oldest_counts() -> None:
     health = judge(replace(PUBLISHER, connected=False, disconnected_reason="reset", work=1, worked_at=NOW - 500))
     assert (health.live, health.ready, health.progressing) == (True, False, False)

@@ -375,6 +375,30 @@ def test_an_outbox_that_answers_again_is_no_trouble(outbox: Outbox, monkeypatch:
         assert relay.join(20)
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_an_error_that_is_no_answer_does_not_end_the_wait(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, answers: bool
+) -> None:
+    """A database that hangs fails call after call, each after its timeout."""
+    leases = outbox.claims()
+    relay = OutboxRelay(outbox, Slow(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay")
+    waits: list[float | None] = []
+
+    def fail(_limit: int, _retries: int | None = None) -> RowBatch:
+        waits.append(relay.unanswered_since)
+        raise OutboxError("it failed") from (ConnectionError("refused") if answers else TimeoutError("no answer"))
+
+    monkeypatch.setattr(leases, "take", fail)
+    relay.start(leases)
+    try:
+        wait_until(lambda: len(waits) == 2, timeout=20, what="another call")
+        assert waits[0] is not None
+        assert (waits[1] == waits[0]) is not answers
+    finally:
+        relay.stop(0)
+        assert relay.join(20)
+
+
 class Answering(Refused):
     """A publisher that the broker refuses, until it answers each publish with this error."""
 
