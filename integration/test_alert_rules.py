@@ -38,6 +38,7 @@ HEALTHY = {
     f"reliable_mq_outbox_oldest_age_seconds{{{PUBLISHER}}}": "0.5+0x200",
     f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="store"}}': "5+0x200",
     f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="relay"}}': "5+0x200",
+    f"reliable_mq_outbox_unanswered_seconds{{{PUBLISHER}}}": "0.01+0x200",
     f"reliable_mq_outbox_set_aside{{{PUBLISHER}}}": "0+0x200",
     f"reliable_mq_consumer_connected{{{CONSUMER}}}": "1+0x200",
     f"reliable_mq_consumer_paused{{{CONSUMER}}}": "0+0x200",
@@ -109,7 +110,11 @@ FAULTS = (
     Fault(
         "ReliableMQRelayFailing",
         {f'reliable_mq_outbox_failures_total{{{PUBLISHER},what="relay"}}': "5+0x79 5+1x160"},
-        105, 135, 0, f'{PUBLISHER},what="relay"',
+        105, 135, 0, PUBLISHER,
+    ),
+    Fault(
+        "ReliableMQRelayFailing",
+        {f"reliable_mq_outbox_unanswered_seconds{{{PUBLISHER}}}": "0.01+0x79 0+15x160"}, 105, 150, 0, PUBLISHER
     ),
     Fault(
         "ReliableMQOutboxSetAside",

@@ -30,6 +30,7 @@ __all__ = [
     "PublisherStatus",
     "QueueDepthStatistics",
     "QueueStatus",
+    "RelayStatus",
     "StageStatistics",
     "StageStatus",
     "TokenStatistics",
@@ -305,6 +306,17 @@ class OutboxStatus:
     def after(self, elapsed: float) -> OutboxStatus:
         """Return the status `elapsed` seconds later, when waiting rows are older."""
         return replace(self, oldest_age=self.oldest_age + elapsed) if self.rows else self
+
+
+@dataclass(frozen=True, slots=True)
+class RelayStatus:
+    """State of the relay of an outbox."""
+
+    unanswered_seconds: float = field(
+        metadata=_gauge(
+            "Time for which the relay has waited for an answer of the outbox; 0 if it does not.", merged="highest"
+        )
+    )
 
 
 @dataclass(slots=True)

@@ -535,7 +535,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         yield from readings((name,), None if channel is None else channel.status, self.statistics)
         if self._outbox_channel is not None:
             relay = self._outbox_channel.relay
-            yield from readings((name,), relay.status, relay.statistics)
+            yield from readings((name,), relay.own_status, relay.status, relay.statistics)
 
 
 class ReportBuilder(Generic[ConfirmationT]):

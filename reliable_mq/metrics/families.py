@@ -18,6 +18,7 @@ from reliable_mq.core.statistics import (
     PublisherStatus,
     QueueDepthStatistics,
     QueueStatus,
+    RelayStatus,
     StageStatistics,
     StageStatus,
 )
@@ -58,6 +59,7 @@ _SHOWN: Final[Mapping[type, tuple[_Shown, ...]]] = {
         (PublisherStatistics, "publisher", ("publisher",)),
         (ConsumerStatus, "consumer", ("consumer", "queue")),
         (ConsumerStatistics, "consumer", ("consumer", "queue")),
+        (RelayStatus, "outbox", ("publisher",)),
         (OutboxStatus, "outbox", ("publisher",)),
         (OutboxStatistics, "outbox", ("publisher",)),
         (QueueStatus, "queue", ("queue", "role")),

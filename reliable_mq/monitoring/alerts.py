@@ -29,7 +29,8 @@ _DURATION: Final = re.compile(
     r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII
 )
 _REMEMBERED: Final = "1h"  # before the window, so that a gap in the samples is no event; a day is costly to evaluate
-_LONG_HOLD: Final = "2m"  # deliveries that wait for the idempotency store fail again after a minute at most
+_LONG_HOLD: Final = "2m"  # a store or an outbox that hangs fails a call every minute or more often
+_HANGS_AFTER: Final = 10  # seconds without an answer
 _OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # the command-line options
 
 
@@ -175,10 +176,17 @@ ALERTS: Final = (
     Alert(
         name="ReliableMQRelayFailing",
         severity="critical",
-        expression='increase(reliable_mq_outbox_failures_total{what="relay"}[HOLD]) > 0',
+        expression=(
+            'max without (what) (increase(reliable_mq_outbox_failures_total{what="relay"}[LONG_HOLD])) > 0\n'
+            "or\n"
+            f"reliable_mq_outbox_unanswered_seconds > {_HANGS_AFTER}"
+        ),
         lasting=True,
-        summary=f"The relay of the outbox fails: {_PUBLISHER}",
-        description="It cannot read the outbox or publish its rows, and keeps trying. Its log names the reason.",
+        summary=f"The relay of the outbox fails or hangs: {_PUBLISHER}",
+        description=(
+            "It cannot read the outbox or publish its rows, and keeps trying. Its log names the reason. If it logs "
+            "nothing, the outbox does not answer."
+        ),
     ),
     Alert(
         name="ReliableMQOutboxSetAside",

@@ -286,8 +286,11 @@ PUBLISHERS: Final = Dashboard(
             ),
             lines(
                 "Age of the oldest row that waits",
-                "Above a minute, the relay does not get rid of its rows.",
-                gauges("instance, publisher", "max", outbox_oldest_age_seconds=""),
+                "Above a minute, the relay does not get rid of its rows. No answer: the time for which the outbox has "
+                "not answered the relay.",
+                gauges(
+                    "instance, publisher", "max", outbox_oldest_age_seconds="", outbox_unanswered_seconds="no answer"
+                ),
                 "s",
                 warn=10,
                 alarm=60,

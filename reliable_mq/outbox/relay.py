@@ -39,7 +39,7 @@ from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq._util.threads import DaemonThread, InterruptibleEvent
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow, RelaySession, RowOutcome, RowSettlement, is_answer
-from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
+from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus, RelayStatus
 from reliable_mq.errors import OutboxError, ReliableMQError
 from reliable_mq.outbox.protocol import Outbox, RowLeases
 from reliable_mq.outbox.row_count import RowCount
@@ -393,6 +393,12 @@ class OutboxRelay(_OutboxThread):
     def outstanding(self) -> int:
         """The number of rows being published or whose outcome is being written."""
         return self._outstanding + self._unwritten
+
+    @property
+    def own_status(self) -> RelayStatus:
+        """The state of the relay itself."""
+        since = self.unanswered_since
+        return RelayStatus(0.0 if since is None else time.monotonic() - since)
 
     @property
     def status(self) -> OutboxStatus | None:

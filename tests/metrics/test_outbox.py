@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from reliable_mq import Message, OutboxError, ReliableMQError
 from reliable_mq.core.outbox import KeptPlaces, NewRow, OutboxRow
-from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus
+from reliable_mq.core.statistics import OutboxStatistics, OutboxStatus, RelayStatus
 from reliable_mq.metrics.families import readings
 from reliable_mq.metrics.registry import register
 from reliable_mq.outbox import SQLiteOutbox, row_count
@@ -20,6 +20,7 @@ from reliable_mq.outbox.relay import OutboxRelay
 from reliable_mq.testing.waiting import wait_until
 
 STATUS = OutboxStatus(rows=7, delayed=2, held=3, set_aside=4, unreadable=5, oldest_age=1.5)
+RELAY = RelayStatus(unanswered_seconds=0.25)
 STATISTICS = OutboxStatistics(stored=101, not_stored=102, confirmed=103, delayed=104, set_aside=105, interruptions=106)
 COUNTERS = {
     "outbox_stored_total orders": 101,
@@ -29,6 +30,7 @@ COUNTERS = {
     "outbox_failures_total orders store": 102,
     "outbox_failures_total orders relay": 106,
 }
+OF_RELAY = {"outbox_unanswered_seconds orders": 0.25}
 GAUGES = {
     "outbox_waiting orders": 7,
     "outbox_delayed orders": 2,
@@ -43,7 +45,7 @@ def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
     """Return the scrape of publishers with one name and these outbox statuses."""
     registry = CollectorRegistry()
     for status in statuses:
-        register(registry, lambda status=status: readings(("orders",), status, STATISTICS))  # type: ignore[misc]
+        register(registry, lambda status=status: readings(("orders",), RELAY, status, STATISTICS))  # type: ignore[misc]
     return {
         f"{sample.name.removeprefix('reliable_mq_')} {' '.join(sample.labels.values())}": sample.value
         for metric in registry.collect()
@@ -53,18 +55,18 @@ def scrape(*statuses: OutboxStatus | None) -> dict[str, float]:
 
 def test_every_count_has_its_metric() -> None:
     """The expected scrape is complete: a missing or new metric fails the test."""
-    assert scrape(STATUS) == COUNTERS | GAUGES
+    assert scrape(STATUS) == COUNTERS | OF_RELAY | GAUGES
 
 
-def test_an_unreadable_outbox_exports_counters_without_gauges() -> None:
+def test_an_unreadable_outbox_exports_no_gauges_of_its_rows() -> None:
     """An invented gauge would hide the failure."""
-    assert scrape(None) == COUNTERS
+    assert scrape(None) == COUNTERS | OF_RELAY
 
 
 def test_what_is_in_an_outbox_that_publishers_share_is_no_sum() -> None:
     """Each publisher reports the whole outbox."""
     shown = scrape(STATUS, STATUS)
-    assert {name: shown[name] for name in GAUGES} == GAUGES
+    assert {name: shown[name] for name in GAUGES | OF_RELAY} == GAUGES | OF_RELAY
     assert shown["outbox_stored_total orders"] == 202
 
 
@@ -171,8 +173,11 @@ def test_a_relay_reports_no_counts_while_the_outbox_hangs(
         wait_until(lambda: relay.status is not None, timeout=20, what="a status")
         outbox.hangs = call
         wait_until(lambda: relay.status is None, timeout=20, what="no status")
+        if call == "take":
+            wait_until(lambda: relay.own_status.unanswered_seconds > 0.3, timeout=20, what="a long wait")
         outbox.answers.set()
         wait_until(lambda: relay.status is not None, timeout=20, what="a status")
+        wait_until(lambda: relay.own_status.unanswered_seconds < 0.3, timeout=20, what="a short wait, or none")
     finally:
         outbox.answers.set()
         relay.stop(0)
