@@ -32,7 +32,7 @@ from reliable_mq.connection.channel import Arrivals, SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
 from reliable_mq.connection.interfaces import ConnectCredentials, do_nothing, takes_nothing
 from reliable_mq.connection.token_renewer import TokenRenewer
-from reliable_mq.core.channel_setup import reconnect_reason
+from reliable_mq.core.channel_setup import is_out_of_reach, reconnect_reason
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
 from reliable_mq.errors import BrokerUnavailable
@@ -366,7 +366,7 @@ class Connector:
                 channel.silence()
                 channel.close()
             error = as_ours(outcome, f"the set-up failed: {outcome!r}")
-            self._attempt_failed(error, connected=self._link is not None)
+            self._attempt_failed(error, connected=self._link is not None and not is_out_of_reach(error))
         elif self._link is not None and self._channel is not None:
             self._become_ready(self._link, self._channel)
 

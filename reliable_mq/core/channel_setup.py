@@ -79,6 +79,7 @@ __all__ = [
     "is_a_stream",
     "is_away",
     "is_missing",
+    "is_out_of_reach",
     "lacks_permission",
     "parse_version",
     "publisher_setup",
@@ -398,6 +399,15 @@ def is_missing(error: ReliableMQError) -> bool:
     """Return whether a set-up ended because a queue or an exchange does not exist."""
     cause = error.__cause__
     return isinstance(cause, StepRefused) and cause.code == ReplyCode.NOT_FOUND and not is_away(cause)
+
+
+def is_out_of_reach(error: ReliableMQError) -> bool:
+    """Return whether a set-up ended because a queue does not run.
+
+    The node may only be cut off from the queue's node or leader, which other nodes reach.
+    """
+    cause = error.__cause__
+    return isinstance(cause, StepRefused) and is_away(cause)
 
 
 def parse_version(version: str) -> tuple[int, ...]:

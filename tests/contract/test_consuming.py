@@ -1000,6 +1000,10 @@ def test_a_broker_has_longer_to_attach_a_consumer_to_a_stream(
 
 
 GUEST = Credentials("guest", "guest")
+AWAY = (
+    "NOT_FOUND - home node 'rabbit@b' of durable queue 'orders' in vhost '/' is down or inaccessible",
+    "NOT_FOUND - failed to perform operation on queue 'orders' in vhost '/' due to timeout",
+)
 NO_REPLICA = (
     "PRECONDITION_FAILED - stream queue 'events' in vhost '/' does not have a running replica on the local node"
 )
@@ -1038,6 +1042,19 @@ def test_a_stream_is_read_on_at_another_address_of_its_host(
         broker.consuming.deliver(b"x", headers={"x-stream-offset": 0})
         handler.wait_done(2)
     assert handler.redelivered == [False, several]
+
+
+@pytest.mark.parametrize("text", AWAY, ids=["down", "no leader"])
+def test_a_queue_that_is_away_is_looked_for_on_another_host(
+    broker: ScriptedBroker, new_consumer: NewConsumer, text: str
+) -> None:
+    """The first node may be cut off from the node of the queue, which others reach."""
+    with ScriptedBroker() as other:
+        broker.refusals["Queue.Declare"] = 404, text
+        url = f"amqp://guest:guest@127.0.0.1:{broker.port},127.0.0.1:{other.port}/"
+        with new_consumer(Handler(), "orders", url=url, dead_letter=None, reconnect_wait=lambda _: 60.0):
+            assert len(broker.connections) == 1
+            assert other.consumed
 
 
 def test_a_ready_channel_leaves_a_node_without_a_replica(broker: ScriptedBroker) -> None:

@@ -27,6 +27,7 @@ from reliable_mq.core.channel_setup import (
     declare,
     is_a_stream,
     is_missing,
+    is_out_of_reach,
     lacks_permission,
     parse_version,
     publisher_setup,
@@ -406,6 +407,7 @@ def test_a_queue_that_is_not_back_yet_is_not_missing() -> None:
     with pytest.raises(BrokerUnavailable) as caught:
         steps.throw(StepRefused(404, "NOT_FOUND - queue 'orders' in vhost '/' process is stopped by supervisor"))
     assert not is_missing(caught.value)
+    assert is_out_of_reach(caught.value)
 
 
 @pytest.mark.parametrize(("code", "missing"), [(404, True), (406, False)])
@@ -415,7 +417,9 @@ def test_what_does_not_exist_is_told_from_what_differs(code: int, missing: bool)
     with pytest.raises(ReliableMQError) as caught:
         steps.throw(StepRefused(code, "no"))
     assert is_missing(caught.value) is missing
+    assert not is_out_of_reach(caught.value)
     assert not is_missing(BrokerUnavailable("404 of something else"))
+    assert not is_out_of_reach(BrokerUnavailable("404 of something else"))
 
 
 @pytest.mark.parametrize(
