@@ -109,7 +109,7 @@ class ConnectionSettings:
         mechanism: ``"PLAIN"``, or ``"EXTERNAL"``, with which the client's certificate names the user.
         heartbeat: The heartbeat in seconds, 1 to 65534. Below 5, RabbitMQ's documentation warns of false alarms.
             Heartbeats cannot be switched off, because a vanished peer would never be noticed. The default of 20 is the
-            upper end of the recommended range; it detects a vanished peer of an idle connection within 45 s.
+            upper end of the recommended range; a vanished peer is noticed within 52 s (`silence_noticed_within`).
         connect_timeout: The maximum time for the TCP, TLS and AMQP handshakes of one endpoint together, in seconds. A
             credentials callback has the same time before.
         connection_name: The connection's name in the management UI; None for the caller's choice.
@@ -163,6 +163,17 @@ class ConnectionSettings:
         prepared = callable(self.credentials) or self.tls is not None  # by calls and files, which may take as long
         attempt = self.connect_timeout * (2 if prepared else 1)
         return attempt * len(self.endpoints) + 1.0
+
+    @property
+    def silence_noticed_within(self) -> int:
+        """The maximum time until heartbeats reveal a vanished peer, in seconds.
+
+        pika looks for input every heartbeat and 5 s, and gives up after an interval without any. aiormq looks every
+        half heartbeat, and gives up after two heartbeats and 2 s without input.
+        """
+        pika = 2 * (self.heartbeat + 5)
+        aiormq = 2 * (self.heartbeat + 1) + max(1, self.heartbeat // 2)
+        return max(pika, aiormq)
 
     def resolve_credentials(self) -> Credentials | None:
         """Return the credentials for one connect; None with ``EXTERNAL``.

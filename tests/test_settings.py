@@ -155,6 +155,11 @@ def test_the_first_attempts_include_callbacks_and_files() -> None:
         assert settings.first_attempts_timeout == seconds
 
 
+@pytest.mark.parametrize(("heartbeat", "seconds"), [(1, 12), (20, 52), (60, 152)])
+def test_the_time_until_a_silent_broker_is_noticed(heartbeat: int, seconds: int) -> None:
+    assert settings(heartbeat=heartbeat).silence_noticed_within == seconds
+
+
 def test_static_credentials_stay_and_external_has_none() -> None:
     assert settings().resolve_credentials() == Credentials("u", CANARY)
     external = settings(mechanism="EXTERNAL", credentials=None, tls=TLSOptions(cert_file="c"))

@@ -123,7 +123,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
 
     A coroutine function runs in a task, a plain function in a thread. A handler whose task is cancelled has not failed,
     and its delivery is requeued. A handler that blocks the event loop also blocks everything else on it, including
-    heartbeats. After half a heartbeat this is logged. After about two heartbeats the broker closes the connection.
+    heartbeats. After half a heartbeat this is logged. After two to three heartbeats the broker closes the connection.
 
     Construction does not connect. ``run``, ``async with``, ``get`` and ``connect`` do. From then on the consumer
     reconnects by itself, until it is stopped. It runs once.

@@ -96,7 +96,7 @@ _FAILURES_KEPT: Final = 1000
 _FAILED_BYTES: Final = 32 * 1024 * 1024  # properties and bodies of failed messages, after which no more are kept
 _GRACE: Final = 5.0  # seconds to wait for outstanding confirms when a run is interrupted
 _TOO_LATE: Final = (PublishBlocked, PublishUnconfirmed)
-_NOTICED: Final = 60.0  # seconds for RabbitMQ to notice that a connection is dead, after two heartbeats, and to requeue
+_NOTICED: Final = 60.0  # seconds for RabbitMQ to notice that a connection is dead, after two to three heartbeats
 _CHECK_EVERY: Final = 0.5  # seconds
 _LOSSES: Final = 10  # lost channels in a row, without an ack in between
 

@@ -127,7 +127,7 @@ class PublisherOptions:
             tls: A ``TLSOptions`` with certificates and authorities. ``amqps`` always verifies the broker unless the
                 options disable that.
             heartbeat: The heartbeat in seconds. The default is the URL's, else 20. An event loop that stalls for
-                half a heartbeat is logged. After about two heartbeats the broker closes the connection.
+                half a heartbeat is logged. After two to three heartbeats the broker closes the connection.
             connect_timeout: Seconds for a call of ``credentials``, then for the handshakes with one host, and then for
                 each answer during set-up. The default is the URL's, else 10.
             name: The name used for threads and in metrics. It also names the connection in RabbitMQ's management UI,

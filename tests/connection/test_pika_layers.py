@@ -79,6 +79,8 @@ def test_what_the_driver_relies_on_inside_the_layers() -> None:
     assert "self._connection.bytes_received" in source(
         pika.heartbeat.HeartbeatChecker.bytes_received_on_connection.fget
     ), f"{moved}heartbeats do not count bytes_received"
+    for text in ("self._check_interval = timeout + 5", "return self._idle_byte_intervals > 0"):
+        assert text in source(pika.heartbeat.HeartbeatChecker), f"{moved}when a peer is dead"
     assert "if not self._channels:" in source(Connection.close), f"{moved}a connection without channels closes at once"
     assert "if self._callbacks" in source(IOLoop._get_remaining_interval), f"{moved}the length of a poll"
     assert "self._callbacks.popleft()" in source(IOLoop.process_timeouts), f"{moved}the queue of calls"

@@ -298,10 +298,10 @@ def examine_limits(settings: ConnectionSettings, frame_max: int) -> Iterator[Fin
     if heartbeat < _LEAST_HEARTBEAT:
         text = "a busy peer can be mistaken for a dead one"
     elif heartbeat > _MOST_HEARTBEAT:
-        text = "a dead connection is detected only after more than two minutes"
+        text = f"a dead connection may be detected only after {settings.silence_noticed_within} s"
     else:
         status, fix = Status.OK, ""
-        text = f"a dead connection is detected within {2 * heartbeat + 5} s"
+        text = f"a dead connection is detected within {settings.silence_noticed_within} s"
     yield Finding(status, _BROKER, "heartbeat", f"{heartbeat} s: {text}", fix)
     text = f"{frame_max:,} bytes: the properties and headers of a message must fit into one frame"
     yield Finding(Status.OK, _BROKER, "frame size", text)

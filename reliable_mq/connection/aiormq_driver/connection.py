@@ -54,7 +54,7 @@ class Transports(TransportFactory):
 class Connection(aiormq.Connection):
     """aiormq's connection, with our credentials, and tasks that end with it."""
 
-    HEARTBEAT_GRACE_MULTIPLIER = 2  # as in the protocol: two missed heartbeats
+    HEARTBEAT_GRACE_MULTIPLIER = 2  # as in the protocol: two missed heartbeats; `silence_noticed_within` relies on it
 
     def __init__(
         self,

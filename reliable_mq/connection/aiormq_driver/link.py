@@ -247,11 +247,12 @@ class Link:
             self._loop.stalled += late
             logger.warning(
                 "the event loop stalled for %.1f s, and no heartbeat was sent to %s, which closes a "
-                "connection after about two missed heartbeats (%d s); look for a blocking call in a coroutine or "
-                "callback",
+                "connection after two to three heartbeats without one (%d to %d s); look for a blocking call in a "
+                "coroutine or callback",
                 late,
                 self.endpoint,
                 2 * heartbeat,
+                3 * heartbeat,
             )
         self._watch = self._loop.call_later(pause, partial(self._check_for_stall, time.monotonic() + pause))
 
