@@ -175,22 +175,3 @@ class TestEventLoop:
         assert [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("host", 2))] in results
         assert "cancelled" not in results
         assert any(isinstance(result, socket.gaierror) for result in results)
-
-    @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
-    def test_an_address_is_not_looked_up(self, address: str) -> None:
-        """No thread is used, which could outlive the loop."""
-        results: list[list[tuple[object, ...]]] = []
-        threads = set(threading.enumerate())
-        loop = EventLoop(lambda _: None)
-
-        def got(result: list[tuple[object, ...]]) -> None:
-            results.append(result)
-            loop.stop()
-
-        loop.services.getaddrinfo(address, 5672, got, socktype=socket.SOCK_STREAM)
-        assert set(threading.enumerate()) <= threads
-        assert results == [], "not from inside the call"
-        loop.run()
-        loop.close()
-        ((found,),) = results
-        assert found[-1][:2] == (address, 5672)

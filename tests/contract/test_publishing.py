@@ -1748,6 +1748,31 @@ def test_an_address_that_does_not_answer_is_followed_by_the_next(
         publisher.publish(Message(b"x"), routing_key=KEY, timeout=10)
 
 
+def test_attempts_share_a_lookup_that_does_not_end(
+    broker: ScriptedBroker,
+    new_publisher: NewPublisher,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each attempt would otherwise leave a thread behind."""
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET, ("127.0.0.1", broker.port))])
+    resolve, up = socket.getaddrinfo, threading.Event()
+
+    def answer_later(name: str, *rest: Any) -> Any:
+        found = resolve(name, *rest)
+        assert name != "rabbit.test" or up.wait(30)
+        return found
+
+    monkeypatch.setattr(socket, "getaddrinfo", answer_later)
+    broker.script = acking
+    with new_publisher(f"amqp://guest:guest@rabbit.test:{broker.port}/", connect_timeout=0.1) as publisher:
+        confirmation = publisher.submit(Message(b"x"), routing_key=KEY)
+        wait_until(lambda: caplog.text.count("(connecting)") >= 5, timeout=30, what="failed attempts")
+        assert sum(thread.name == "reliable_mq host name" for thread in threading.enumerate()) == 1
+        up.set()
+        confirmation.result(30)
+
+
 class WithoutIPv6(socket.socket):
     """The sockets of a kernel without IPv6."""
 

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 import aiormq
 
 from reliable_mq._util.logs import demoted_driver_logs, get_logger
-from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.codec.frames import FRAME_OVERHEAD
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import ChannelTable
 from reliable_mq.connection.interfaces import ADDRESSES_TRIED, TAKES_NOTHING
+from reliable_mq.connection.lookups import find_addresses
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
@@ -285,23 +285,22 @@ class Link:
         raise error
 
     async def _addresses(self) -> list[Any]:
-        """Resolve the host on a daemon thread; asyncio's would delay the program's end."""
-        found: asyncio.Future[list[Any]] = self._loop.asyncio.create_future()
+        """Look up the addresses of the host."""
+        answer: asyncio.Future[Any] = self._loop.asyncio.create_future()
 
-        def resolved(answer: Any) -> None:
-            if found.done():
-                return
-            if isinstance(answer, Exception):
-                found.set_exception(answer)
-            else:
-                found.set_result(answer)
+        def found(result: Any) -> None:
+            if not answer.done():
+                answer.set_result(result)
 
-        call_in_background(
-            "reliable_mq host name",
-            partial(socket.getaddrinfo, self.endpoint.host, self.endpoint.port, type=socket.SOCK_STREAM),
-            lambda answer: self._loop.call_soon(partial(resolved, answer)),
-        )
-        return await found
+        lookup = find_addresses(self.endpoint.host, self.endpoint.port, found, self._loop.call_soon)
+        try:
+            result = await answer
+        finally:
+            lookup.cancel()
+        if isinstance(result, Exception):
+            raise result
+        addresses: list[Any] = result
+        return addresses
 
     def _transport_made(self, transport: asyncio.Transport, stream: asyncio.StreamReader) -> None:
         transport.set_write_buffer_limits(_PAUSE_BYTES, _RESUME_BYTES)

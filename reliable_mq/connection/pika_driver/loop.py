@@ -20,13 +20,14 @@ from pika.adapters.select_connection import IOLoop
 from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
 
 from reliable_mq._util.logs import demoted_driver_logs
-from reliable_mq._util.threads import call_in_background
+from reliable_mq.connection.lookups import find_addresses
 from reliable_mq.core.reconnect import AddressOrder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.connection.interfaces import TimerHandle
+    from reliable_mq.connection.lookups import Lookup
 
 __all__ = ["EventLoop", "SelfPipe"]
 
@@ -172,9 +173,10 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
 
 
 class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
-    """pika's I/O services, with host names resolved on daemon threads.
+    """pika's I/O services, with our lookups of host names.
 
-    pika's own threads would delay the program's end. The addresses of a host are tried in turn, also across links.
+    pika starts a thread for each, which would delay the program's end. The addresses of a host are tried in turn, also
+    across links.
     """
 
     def __init__(self, loop: _GuardedLoop, addresses: AddressOrder) -> None:
@@ -186,27 +188,11 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
         self._addresses.tried(resolved_addr)
         return super().connect_socket(sock, resolved_addr, on_done)
 
-    def getaddrinfo(
-        self,
-        host: str,
-        port: int,
-        on_done: Callable[[Any], None],
-        family: int = 0,
-        socktype: int = 0,
-        proto: int = 0,
-        flags: int = 0,
-    ) -> _Lookup:
-        lookup = _Lookup(lambda result: on_done(self._usable(result) if isinstance(result, list) else result))
-        resolve = partial(socket.getaddrinfo, host, port, family, socktype, proto)
-
+    def getaddrinfo(self, host: str, port: int, on_done: Callable[[Any], None], **_: int) -> Lookup:
         def found(result: Any) -> None:
-            self._call_soon(partial(lookup.done, result))
+            on_done(self._usable(result) if isinstance(result, list) else result)
 
-        try:
-            found(resolve(flags | socket.AI_NUMERICHOST))
-        except (OSError, UnicodeError):  # ``host`` is a name, or invalid
-            call_in_background("reliable_mq host name", partial(resolve, flags), found)
-        return lookup
+        return find_addresses(host, port, found, self._call_soon)
 
     def _usable(self, found: list[Any]) -> list[Any] | OSError:
         """Return the addresses to try, in order; an error if there is none.
@@ -222,21 +208,3 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
             else:
                 usable.append(one)
         return usable or failure
-
-
-class _Lookup:
-    """The callback of a name lookup, which pika may cancel. On the loop only."""
-
-    def __init__(self, on_done: Callable[[Any], None]) -> None:
-        self._on_done: Callable[[Any], None] | None = on_done
-
-    def cancel(self) -> bool:
-        """Cancel the callback; return whether it was still pending."""
-        was_to_come, self._on_done = self._on_done is not None, None
-        return was_to_come
-
-    def done(self, result: Any) -> None:
-        """Call the callback, unless it was called or cancelled before."""
-        on_done, self._on_done = self._on_done, None
-        if on_done is not None:
-            on_done(result)
