@@ -24,8 +24,8 @@ from reliable_mq.spark.datasource import RabbitMQDataSource
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import EndWatch, PartitionFinder, StreamChannel, StreamEnd, end_of
 from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_planner import StreamPlanner
 from reliable_mq.spark.stream_reader import RangeReader, ValueFilter
-from reliable_mq.spark.stream_source import _Planner
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.url import parse_url
 
@@ -369,14 +369,14 @@ def test_an_end_that_is_not_there_yet_is_refused(vhost: VirtualHost) -> None:
 def test_an_end_that_is_the_latest_of_one_stream_may_grow(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that arrive during planning are no error and not in the batch."""
     publish(vhost, 10)
-    ends = _Planner.ends
+    ends = StreamPlanner.ends
 
-    def ends_before_more(planner: _Planner, *, sure: bool) -> dict[str, StreamEnd]:
+    def ends_before_more(planner: StreamPlanner, *, sure: bool) -> dict[str, StreamEnd]:
         found = ends(planner, sure=sure)
         publish(vhost, 5, first=10)
         return found
 
-    monkeypatch.setattr(_Planner, "ends", ends_before_more)
+    monkeypatch.setattr(StreamPlanner, "ends", ends_before_more)
     assert batch(vhost.url, endingOffsets='{"events": "latest"}').partitions() == [StreamRange("events", 0, 10)]
 
 
@@ -433,7 +433,7 @@ def test_a_super_stream_is_its_partitions(vhost: VirtualHost, monkeypatch: pytes
 
     An unknown name is an error.
     """
-    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 3.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner._CERTAIN", 3.0)
     for number in range(3):
         publish(vhost, number, queue=Queue(f"orders-{number}", type="stream"))
     publish(vhost, 1)
@@ -543,7 +543,7 @@ def test_each_trigger_reads_although_a_lookup_ends_the_channel(
 ) -> None:
     """By names, the query looks for a further partition. RabbitMQ closes the channel that asks for a missing one."""
     monkeypatch.setattr(stream_broker, "_LOOK_AGAIN", 0.0)
-    monkeypatch.setattr("reliable_mq.spark.stream_source._FRESH", 0.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner._FRESH", 0.0)
     orders = [Queue(f"orders-{number}", type="stream") for number in range(2)]
     for queue in orders:
         publish(vhost, 1, queue=queue)
@@ -692,7 +692,7 @@ def test_a_query_cannot_begin_at_an_offset_that_is_not_there_yet(vhost: VirtualH
 
 def test_a_stream_without_new_messages_is_not_read_again(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Spark asks for the end several times a second; each message after it is found."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._FRESH", -1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner._FRESH", -1.0)
     more = Queue("more", type="stream")
     looks: list[str] = []
 
@@ -762,7 +762,7 @@ def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, m
             publish(vhost, 5, first=5)
         return looks[-1]
 
-    monkeypatch.setattr("reliable_mq.spark.stream_source.end_of", end_before_more)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner.end_of", end_before_more)
     reader = source(vhost.url)
     assert reader.latestOffset({"events": 10}, ANY) == {"events": 10}
     reader.stop()
@@ -770,7 +770,7 @@ def test_a_copy_of_a_stream_that_lags_behind_is_waited_for(vhost: VirtualHost, m
 
 def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its offsets restart at 0; failOnDataLoss=false reads it from there."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner._CERTAIN", 1.0)
     publish(vhost, 5)
     reader = source(vhost.url)
     with pytest.raises(ConsumeError, match="was read up to offset 99 and ends at 4 now"):
@@ -786,7 +786,7 @@ def test_a_stream_that_was_made_anew_is_data_loss(vhost: VirtualHost, monkeypatc
 
 def test_a_stream_made_anew_is_data_loss_for_available_now(vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise each run would succeed without data until the new stream is longer."""
-    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner._CERTAIN", 1.0)
     publish(vhost, 5)
     vhost.wait_for_messages("events", 5)  # RabbitMQ counts late, and uncounted messages are an error after that second
     reader = source(vhost.url)
@@ -808,7 +808,7 @@ def test_a_stream_that_was_made_anew_and_is_empty_is_data_loss(
 
     Later, when the stream has grown, it would not be detectable.
     """
-    monkeypatch.setattr("reliable_mq.spark.stream_source._CERTAIN", 1.0)
+    monkeypatch.setattr("reliable_mq.spark.stream_planner._CERTAIN", 1.0)
     with Publisher(vhost.url, topology=[EVENTS]) as publisher:
         publisher.connect()
     reader = source(vhost.url)

@@ -11,12 +11,13 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
-from reliable_mq.spark import stream_reader, stream_source
+from reliable_mq.spark import stream_planner, stream_reader, stream_source
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
+from reliable_mq.spark.stream_planner import StreamPlanner
 from reliable_mq.spark.stream_reader import RangeReader
-from reliable_mq.spark.stream_source import StreamBatch, StreamSource, _Planner
+from reliable_mq.spark.stream_source import StreamBatch, StreamSource
 from tests.scripted_streams import Replica, ScriptedChannel
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ ONE, BOTH = "amqp://u:p@near/", "amqp://u:p@near,far/"
 
 @pytest.fixture(autouse=True)
 def _channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"_SURE": 0.2, "_QUICK": 0.01, "_CERTAIN": 0.5, "_FRESH": -1.0, "_AWAY": 0.0}.items():
-        monkeypatch.setattr(stream_source, name, value)
+    waits = {"_SURE": 0.2, "_QUICK": 0.01, "_CERTAIN": 0.5, "_FRESH": -1.0, "_BETWEEN_ATTEMPTS": 0.0}
+    for name, value in waits.items():
+        monkeypatch.setattr(stream_planner, name, value)
+    monkeypatch.setattr(stream_source, "_AWAY", 0.0)
     monkeypatch.setattr(stream_reader, "_PROBE", 0.01)
-    for module in (stream_source, stream_reader):
+    for module in (stream_planner, stream_reader):
         monkeypatch.setattr(module, "StreamChannel", ScriptedChannel)
 
 
@@ -144,9 +147,9 @@ def test_the_lag_is_shown_while_a_query_waits_for_more_messages(
 def test_a_restart_looks_at_once_how_far_a_stage_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stage may have many partitions."""
     cluster(monkeypatch, near=Replica((10, 10)))
-    monkeypatch.setattr(stream_source, "_QUICK", 3.0)
+    monkeypatch.setattr(stream_planner, "_QUICK", 3.0)
     began = time.monotonic()
-    assert _Planner(options(ONE)).shorter({"events": 10}, 1.0) == []
+    assert StreamPlanner(options(ONE)).shorter({"events": 10}, 1.0) == []
     assert time.monotonic() - began < 3.0
 
 
@@ -156,13 +159,13 @@ def test_a_certificate_that_is_being_renewed_ends_no_query(
     """A file that is missing when a query starts is an error."""
     cluster(monkeypatch, near=Replica((12, 12)))
     with monkeypatch.context() as renewal:
-        renewal.setattr(stream_source, "StreamChannel", WithoutFile)
+        renewal.setattr(stream_planner, "StreamChannel", WithoutFile)
         with pytest.raises(ConfigurationError, match="no such file"):
             source.latestOffset({"events": 10}, ANY)
     assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
     source._planner.close()
     with monkeypatch.context() as renewal:
-        renewal.setattr(stream_source, "StreamChannel", WithoutFile)
+        renewal.setattr(stream_planner, "StreamChannel", WithoutFile)
         assert source.latestOffset({"events": 10}, ANY) == {"events": 10}
     assert source.latestOffset({"events": 10}, ANY) == {"events": 12}
 
@@ -173,10 +176,10 @@ def test_a_certificate_that_is_being_renewed_ends_no_batch(monkeypatch: pytest.M
 
     class OneConnection(ScriptedChannel):
         def __enter__(self) -> Self:
-            monkeypatch.setattr(stream_source, "StreamChannel", WithoutFile)
+            monkeypatch.setattr(stream_planner, "StreamChannel", WithoutFile)
             return super().__enter__()
 
-    monkeypatch.setattr(stream_source, "StreamChannel", OneConnection)
+    monkeypatch.setattr(stream_planner, "StreamChannel", OneConnection)
     assert planned_end(BOTH) == 12
 
 
@@ -234,7 +237,7 @@ def test_a_restart_looks_at_a_node_that_has_a_replica(
 ) -> None:
     """The query has read further than the replica of the first host, if there is one."""
     cluster(monkeypatch, near=Replica(*near), far=Replica((12, 12)))
-    assert _Planner(options(BOTH)).shorter({"events": 10}, 1.0) == []
+    assert StreamPlanner(options(BOTH)).shorter({"events": 10}, 1.0) == []
 
 
 def test_a_stream_without_a_replica_at_any_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from reliable_mq.errors import ConfigurationError, ConsumeError
-from reliable_mq.spark import stream_broker, stream_source
+from reliable_mq.spark import stream_broker, stream_planner
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_offsets import StreamRange
 from reliable_mq.spark.stream_source import StreamBatch, StreamSource
@@ -28,9 +28,9 @@ LATER = {"startingTimestamp": "4000000000000", "startingOffsetsByTimestampStrate
 
 @pytest.fixture(autouse=True)
 def _channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_source, "StreamChannel", ScriptedChannel)
+    monkeypatch.setattr(stream_planner, "StreamChannel", ScriptedChannel)
     clock = SimpleNamespace(monotonic=lambda: ScriptedChannel.waited, sleep=time.sleep)
-    for module in (stream_broker, stream_source):
+    for module in (stream_broker, stream_planner):
         monkeypatch.setattr(module, "time", clock)
     monkeypatch.setattr(ScriptedChannel, "waited", 0.0)
     monkeypatch.setattr(ScriptedChannel, "replicas", {"localhost": Replica((12, 12), silent_for=9.0)})

@@ -19,7 +19,7 @@ from reliable_mq.core.channel_setup import StepRefused
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError
 from reliable_mq.settings import TLSOptions
-from reliable_mq.spark import stream_broker, stream_source
+from reliable_mq.spark import stream_broker, stream_planner
 from reliable_mq.spark.options import read_options
 from reliable_mq.spark.stream_broker import PartitionFinder, bound_partitions
 from reliable_mq.spark.stream_source import StreamSource
@@ -143,10 +143,10 @@ class PartitionedChannel(ScriptedChannel):
 def query(monkeypatch: pytest.MonkeyPatch, **given: str) -> StreamSource:
     """Return a query that reads the partitions 0, 1 and 2 of a super stream."""
     for name, value in {"_SURE": 0.2, "_QUICK": 0.01, "_CERTAIN": 0.5, "_FRESH": -1.0}.items():
-        monkeypatch.setattr(stream_source, name, value)
+        monkeypatch.setattr(stream_planner, name, value)
     monkeypatch.setattr(PartitionedChannel, "streams", {"orders-0", "orders-1", "orders-2"})
     monkeypatch.setattr(ScriptedChannel, "replicas", {"near": Replica((12, 12))})
-    monkeypatch.setattr(stream_source, "StreamChannel", PartitionedChannel)
+    monkeypatch.setattr(stream_planner, "StreamChannel", PartitionedChannel)
     options: StreamOptions = read_options(  # type: ignore[assignment]
         {"url": "amqp://u:p@near/", "stream": "orders", **given}, streaming=True
     )
