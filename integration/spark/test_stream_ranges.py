@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -573,6 +574,45 @@ def test_a_query_begins_where_it_is_told_to(vhost: VirtualHost) -> None:
         pinned = restored(reader.latestOffset(restored(reader.initialOffset()), ANY))
         reader.stop()
         assert pinned == {"events": first}
+
+
+def test_a_time_after_the_last_message_is_not_that_of_the_next(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RabbitMQ begins at the next message, which may be older than the time."""
+    publish(vhost, 10)
+    consume = StreamChannel.consume
+
+    def followed_by_a_message(channel: StreamChannel, stream: str, offset: Any, *more: Any) -> str:
+        tag = consume(channel, stream, offset, *more)
+        if isinstance(offset, datetime):
+            publish(vhost, 1, first=10)
+        return tag
+
+    monkeypatch.setattr(StreamChannel, "consume", followed_by_a_message)
+    reader = source(vhost.url, startingTimestamp=str(int((time.time() + 3600) * 1000)))
+    with pytest.raises(ConfigurationError, match=r"no message as new as"):
+        reader.initialOffset()
+    reader.stop()
+
+
+def test_a_query_at_a_time_reads_what_comes_while_it_starts(
+    vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These messages are newer than the time, and no message was as new when the query looked for it."""
+    publish(vhost, 10)
+    now = int(time.time()) + 1  # AMQP times are whole seconds
+    wait_until(lambda: time.time() > now, timeout=10, what="the next second")
+
+    def followed_by_messages(*given: Any) -> dict[str, int]:
+        found = stream_broker.offsets_at(*given)
+        publish(vhost, 3, first=10)
+        return found
+
+    monkeypatch.setattr("reliable_mq.spark.stream_planner.offsets_at", followed_by_messages)
+    reader = source(vhost.url, startingTimestamp=f"{now}000", startingOffsetsByTimestampStrategy="latest")
+    assert reader.initialOffset() == {"initial": {"events": 10}}
+    reader.stop()
 
 
 def test_latest_is_before_what_comes_while_a_query_starts(vhost: VirtualHost) -> None:

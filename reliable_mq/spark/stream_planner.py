@@ -371,7 +371,10 @@ class StreamPlanner:
     def _since(self, channel: StreamChannel, times: Mapping[str, int]) -> dict[str, int]:
         # A stream that was just restarted shows no message of any time.
         begun = first_offsets(channel, [name for name in times if self._ends.get(name) != _EMPTY], _CERTAIN)
+        ends = {name: end_of(channel, name, _SURE).position for name in begun}
         found = offsets_at(channel, {name: second(times[name]) for name in begun}, _SURE)
+        # For a time after the last message, RabbitMQ begins at the next one that comes, whatever its time.
+        found = {name: offset for name, offset in found.items() if offset < ends[name]}
         late = [name for name in times if name not in found]
         if late and not self._options.latest_without_match:
             name = late[0]
@@ -379,7 +382,7 @@ class StreamPlanner:
                 f"stream {name!r} has no message as new as {second(times[name]):%Y-%m-%d %H:%M:%S} UTC, to begin at: "
                 "give an earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
             )
-        return found | {name: end_of(channel, name, _SURE).position if name in begun else 0 for name in late}
+        return found | {name: ends.get(name, 0) for name in late}
 
     def _by_name(self, option: str, given: Mapping[str, _Value], names: list[str]) -> dict[str, _Value]:
         if set(given) != set(names):
