@@ -539,6 +539,29 @@ def test_a_query_goes_on_without_a_partition_that_is_deleted(
     reader.stop()
 
 
+@pytest.mark.parametrize("available_now", [False, True])
+@pytest.mark.parametrize("deleted", [0, 1])
+def test_a_restart_reads_the_partitions_after_a_deleted_one(
+    vhost: VirtualHost, deleted: int, available_now: bool
+) -> None:
+    """They are found by their names, which the checkpoint has."""
+    names = [f"orders-{number}" for number in range(3)]
+    for name in names:
+        publish(vhost, 5, queue=Queue(name, type="stream"))
+    vhost.delete_queue(names[deleted])
+    for strict in STRICT:
+        reader = source(vhost.url, stream="orders", failOnDataLoss=strict)
+        if available_now:
+            reader.prepareForTriggerAvailableNow()
+        if strict == "true":
+            with pytest.raises(ConsumeError, match=f"stream '{names[deleted]}' is in the checkpoint and no longer"):
+                ranges_from(reader, dict.fromkeys(names, 2))
+        else:
+            left = [StreamRange(name, 2, 5) for name in names if name != names[deleted]]
+            assert ranges_from(reader, dict.fromkeys(names, 2)) == left
+        reader.stop()
+
+
 def test_each_trigger_reads_although_a_lookup_ends_the_channel(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -689,8 +712,8 @@ def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
     publish(vhost, 100)
     reader = source(vhost.url, maxMessagesPerTrigger="60")
     reader.prepareForTriggerAvailableNow()
+    ends = [{"events": 0}, reader.latestOffset({"events": 0}, reader.getDefaultReadLimit())]
     publish(vhost, 100, first=100)
-    ends = [{"events": 0}]
     while len(ends) < 2 or ends[-1] != ends[-2]:
         ends.append(reader.latestOffset(ends[-1], reader.getDefaultReadLimit()))
     assert ends == [{"events": 0}, {"events": 60}, {"events": 100}, {"events": 100}]
@@ -698,7 +721,7 @@ def test_available_now_ends_at_what_was_there(vhost: VirtualHost) -> None:
 
 
 def test_available_now_at_latest_ends_though_messages_come_in(vhost: VirtualHost) -> None:
-    """Spark asks for the end of the query before its start, which may then be later."""
+    """Spark announces that the query ends before it asks where it starts."""
     publish(vhost, 5)
     reader = source(vhost.url)
     reader.prepareForTriggerAvailableNow()

@@ -416,8 +416,9 @@ class PartitionFinder:
 
     A super stream is an exchange. Its partitions are bound to it, in the order of ``x-stream-partition-order``. AMQP
     cannot list bindings: they are read through the management API if it is configured. Otherwise the partitions are the
-    streams named ``name-0``, ``name-1`` and so on. A stream that was found keeps its place. If a later lookup fails,
-    the streams found before are kept, except deleted partitions.
+    streams named ``name-0``, ``name-1`` and so on, up to the first missing one after those that are known to the query.
+    A stream that was found keeps its place. If a later lookup fails, the streams found before are kept, except deleted
+    partitions.
     """
 
     def __init__(self, settings: ConnectionSettings, names: Sequence[str], management_url: str | None) -> None:
@@ -429,13 +430,13 @@ class PartitionFinder:
         self._found: dict[str, list[str]] = {}  # by name; a stream is its own only partition
         self._looked_at = float("-inf")
 
-    def streams(self, channel: StreamChannel) -> list[str]:
-        """Return the streams in order, each once."""
+    def streams(self, channel: StreamChannel, read: Collection[str] = ()) -> list[str]:
+        """Return the streams in order, each once. The query has read those of ``read``."""
         now = time.monotonic()
         if now - self._looked_at >= _LOOK_AGAIN:
             for name in self._names:
                 if self._found.get(name) != [name]:
-                    self._look(channel, name)
+                    self._look(channel, name, read)
             self._looked_at = now
         return list(dict.fromkeys(stream for name in self._names for stream in self._found[name]))
 
@@ -447,14 +448,14 @@ class PartitionFinder:
                 return True
         return False
 
-    def _look(self, channel: StreamChannel, name: str) -> None:
+    def _look(self, channel: StreamChannel, name: str, read: Collection[str]) -> None:
         known = self._found.get(name, [])
         if not known and exists(channel, name):
             self._found[name] = [name]
             return
         try:
             found = (
-                _numbered(channel, name, known)
+                _numbered(channel, name, known, [stream for stream in read if stream not in self._names])
                 if self._management_url is None
                 else self._bound(self._management_url, name)
             )
@@ -507,14 +508,16 @@ def bound_partitions(bindings: Sequence[Mapping[str, Any]]) -> list[str]:
     return sorted(order, key=lambda queue: (order[queue], queue))
 
 
-def _numbered(channel: StreamChannel, name: str, known: Sequence[str]) -> list[str]:
+def _numbered(channel: StreamChannel, name: str, known: Sequence[str], read: Sequence[str]) -> list[str]:
+    streams = [f"{name}-{number}" for number in range(_MOST)]
+    last = max((number for number, stream in enumerate(streams) if stream in known or stream in read), default=-1)
     found = list(known)
-    for number in range(_MOST):
-        stream = f"{name}-{number}"
+    for number, stream in enumerate(streams):
         if stream not in known:
-            if not exists(channel, stream):
+            if exists(channel, stream):
+                found.append(stream)
+            elif number > last:
                 break
-            found.append(stream)
     if not found:
         raise ConfigurationError(
             f"there is no stream {name!r}, and no super stream with a partition '{name}-0': create it, or, where the "

@@ -62,6 +62,7 @@ class StreamPlanner:
         self._finder: PartitionFinder | None = None
         self._ends: dict[str, StreamEnd] = {}
         self._looked_at = float("-inf")
+        self._read: frozenset[str] = frozenset()  # streams that the query has read
         self._anew: frozenset[str] = frozenset()  # streams that did not exist when the query began
         self._passed = 0  # hosts that others are preferred to, since a replica there lagged behind or was missing
 
@@ -118,6 +119,10 @@ class StreamPlanner:
     def begin_anew(self, names: Iterable[str]) -> None:
         """Record streams that are created again, so that old positions are invalid."""
         self._anew = frozenset(names)
+
+    def recall(self, names: Iterable[str]) -> None:
+        """Record the streams that the query has read. Some may follow a deleted one."""
+        self._read = frozenset(names)
 
     def ends(self, *, sure: bool) -> dict[str, StreamEnd]:
         """Return the ends of all streams.
@@ -342,8 +347,7 @@ class StreamPlanner:
     def _newest(self, name: str, end: int, begin: int) -> int:
         """Return a stream's newest offset. Look again while the query is further ahead.
 
-        In a query with AvailableNow, the end is found before the beginning, which may be "latest". The replica of a
-        stream on another node may lag behind. And a stream is certain to be empty only after a while.
+        The replica of a stream on another node may lag behind. And a stream is certain to be empty only after a while.
         """
         deadline = time.monotonic() + _CERTAIN
         found = StreamEnd(end, 0.0)
@@ -396,7 +400,7 @@ class StreamPlanner:
         """Return the streams in order. A lookup by names may end the channel."""
         if self._finder is None:
             self._finder = PartitionFinder(self._settings(), self._options.streams, self._options.management_url)
-        return self._finder.streams(self._connected())
+        return self._finder.streams(self._connected(), self._read)
 
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:

@@ -62,6 +62,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def __init__(self, options: StreamOptions, names: Sequence[str]) -> None:
         super().__init__(options, names)
         self._planner = StreamPlanner(options)
+        self._available_now = False
         self._target: dict[str, int] | None = None  # where a query with Trigger.AvailableNow ends
         self._planned_at: float | None = None  # time of the newest batch, or of the first call
         self._away_until: float | None = None  # earliest time of the next attempt while the broker is unreachable
@@ -83,8 +84,11 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return ReadMaxRows(self._options.max_messages or _NO_LIMIT)
 
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        ends = self._planner.at_some_host(lambda: self._planner.ends(sure=True))
-        self._target = {name: end.position for name, end in ends.items()}
+        """Record that the query ends.
+
+        Its end is found by `latestOffset`, which knows the streams that it has read.
+        """
+        self._available_now = True
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return the end of the next batch, or ``start`` if nothing new is available.
@@ -101,6 +105,10 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 "use trigger(availableNow=True)"
             )
         begin, initial = from_checkpoint(start)
+        self._planner.recall(begin)
+        if self._available_now and self._target is None:
+            found = self._planner.at_some_host(lambda: self._planner.ends(sure=True))
+            self._target = {name: end.position for name, end in found.items()}
         if initial:
             return dict(begin)
         if self._away_until is not None and time.monotonic() < self._away_until:
