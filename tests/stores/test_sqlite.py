@@ -335,7 +335,7 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
         self.path, self.running = path, 0.0
         self._boots: list[Boot] = []
-        for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sqlalchemy"):
+        for module in ("reliable_mq.stores.sqlite", "reliable_mq.stores.sqlalchemy_base"):
             monkeypatch.setattr(f"{module}.since_boot", lambda: int(self.current.since * 1e6))
             monkeypatch.setattr(f"{module}.boot", lambda: (self.current.name, int(self.current.began * 1e6)))
 
