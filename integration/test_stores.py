@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
+import multiprocessing
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -624,3 +627,28 @@ def test_a_database_without_the_table_says_how_to_get_it(database: Callable[[str
     assert store.claim_many(["a"], LEASE)[0].status is ClaimStatus.NEW
     store.close()
     engine.dispose()
+
+
+@pytest.mark.parametrize("subject", IN_SQL, indirect=True)
+def test_a_forked_child_opens_connections_of_its_own(subject: Subject) -> None:
+    """Two processes on one connection would read each other's replies."""
+    subject.store.claim_many(["parent"], LEASE)
+    store = getattr(subject.store, "store", subject.store)
+    opened: list[object] = []
+    event.listen(getattr(store._engine, "sync_engine", store._engine), "connect", lambda *made: opened.append(made))
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def child() -> None:
+        claims = store.claim_many(["parent", "child"], LEASE)
+        claims = claims if isinstance(claims, list) else asyncio.run(claims)
+        answers.put(([claim.status for claim in claims], len(opened)))
+        os._exit(0)
+
+    process = context.Process(target=child, daemon=True)
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert answers.get() == ([ClaimStatus.IN_PROGRESS, ClaimStatus.NEW], 1)
+    assert subject.store.claim_many(["child"], LEASE)[0].status is ClaimStatus.IN_PROGRESS
+    assert not opened

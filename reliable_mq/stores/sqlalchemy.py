@@ -366,3 +366,7 @@ class AsyncSQLAlchemyStore(SQLAlchemyBase, AsyncStore):
         self._given_up.discard(task)
         if not task.cancelled():
             task.exception()  # retrieved, because nothing else awaits the task
+
+    def _start_in_child(self) -> None:
+        super()._start_in_child()
+        self._loop = None

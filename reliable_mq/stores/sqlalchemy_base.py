@@ -7,7 +7,9 @@ Invariants:
 - the statements of a call are executed once, and again at once if their connection broke (for example after a restart
   of the server) or a conflict with other transactions rolled them back;
 - a handler's transaction is committed only together with the record that its deliveries are done, and only while the
-  handler still has their claims.
+  handler still has their claims;
+- a forked child uses no connection of its parent's pool, and closes none: the driver may tell the server to end the
+  session.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ import time
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from sqlalchemy import text
+from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.generators import drive
+from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.sqlalchemy import (
     AUTOCOMMIT,
@@ -42,8 +45,9 @@ from reliable_mq.url import redacted
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from weakref import WeakSet
 
-    from sqlalchemy import Connection, Engine, TextClause
+    from sqlalchemy import Connection, Pool, TextClause
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.orm import Session, SessionTransaction
 
@@ -81,8 +85,10 @@ class SQLAlchemyBase(SQLStoreBase):
         refuse_autocommit(engine, "no transaction of a handler would be one")
         refuse_shared_connection(engine, "a claim would commit the transaction of a handler")
         super().__init__(dialect(checked_table(table)), retention, timeout)
+        self._sync_engine = engine if isinstance(engine, Engine) else engine.sync_engine
         self._where = redacted(engine.url.render_as_string(hide_password=False))
         self._base = None if isinstance(self._sql, SQLite) else 0  # of a SQLite file's clock; not known yet
+        _stores.add(self)
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} at {self._where}>"
@@ -95,6 +101,11 @@ class SQLAlchemyBase(SQLStoreBase):
     def _query(
         self, steps: Callable[..., Steps[T]], deadline: float | None = None, *, durable: bool = False
     ) -> Queries[T]:
+        if self._is_forked and isinstance(self._sql, SQLite):
+            raise IdempotencyStoreError(
+                f"{self!r} was made before a fork, which SQLite's locks do not survive: start another process, or use "
+                "SQLiteStore, which closes the file for a fork"
+            )
         deadline = deadline or time.monotonic() + self._timeout
         try:
             for attempt in range(ATTEMPTS):
@@ -217,6 +228,15 @@ class SQLAlchemyBase(SQLStoreBase):
                 )
         for one in inbox_claims:
             one.recorded_in = connection.get_transaction()
+
+    def _start_in_child(self) -> None:
+        """Replace the pool of the engine in a forked child."""
+        _pools_of_parent.append(self._sync_engine.pool)
+        self._sync_engine.dispose(close=False)
+
+
+_stores: WeakSet[SQLAlchemyBase] = each_at_fork(ForkStage.RENEW, lambda store: store._start_in_child())  # noqa: SLF001
+_pools_of_parent: Final[list[Pool]] = []  # kept, because drivers close connections that nothing refers to
 
 
 def _worth_repeating(error: Exception, attempt: int) -> bool:

@@ -82,7 +82,7 @@ def test_a_forked_child_has_a_connection_of_its_own(tmp_path: Path) -> None:
     store.close()
 
 
-def in_child(store: SQLiteStore, keys: list[str]) -> list[str]:
+def in_child(store: SQLiteStore | SQLAlchemyStore, keys: list[str]) -> list[str]:
     """Claim keys in a forked child; return the statuses, or the error."""
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
@@ -175,6 +175,18 @@ def test_a_child_refuses_a_file_that_was_in_use_at_the_fork(tmp_path: Path) -> N
     assert "in use by the parent" in said
     assert store.claim_many(["child"], 60.0)[0].status is ClaimStatus.NEW
     store.close()
+
+
+def test_a_child_refuses_a_store_of_its_parents_engine(tmp_path: Path) -> None:
+    """The engine may have the file open at the fork, and nothing closes it."""
+    engine = create_engine(f"sqlite:///{tmp_path}/store.db")
+    with SQLAlchemyStore(engine) as store:
+        store.create_table()
+        store.claim_many(["parent"], 60.0)
+        [said] = in_child(store, ["child"])
+        assert "was made before a fork" in said
+        assert store.claim_many(["child"], 60.0)[0].status is ClaimStatus.NEW
+    engine.dispose()
 
 
 def test_a_forked_child_may_close_its_copy_of_a_store_in_use(tmp_path: Path) -> None:
