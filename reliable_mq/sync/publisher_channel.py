@@ -175,7 +175,7 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         self._waiters = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._check_waiters))
         self._waiting = self._waiters.waiting
         self._last_deadline = 0.0  # of the publishes with a timeout of their own
-        self._flushing: list[float] = []  # for each caller in a flush: the moment before which all must be settled
+        self._flushing: dict[object, float] = {}  # by caller: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
         self._accepting = 0  # publishes moving from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
@@ -329,7 +329,7 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         self._crowded = self._callbacks.backlog > self.window.max_count
         if self._waiting and self.window.worth_waking(self.session.on_wire):
             self._admit_waiters()
-        if self._flushing and self._settled_before(min(self._flushing)):
+        if self._flushing and self._settled_before(min(self._flushing.values())):
             self._changed.notify_all()
 
     def _check_waiters(self) -> None:
@@ -424,8 +424,9 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
                 self._wait_until(lambda: join(0), timeout)
 
     def _wait_settled_before(self, moment: float, timeout: float) -> bool:
-        self._flushing.append(moment)
+        caller = object()
         try:
+            self._flushing[caller] = moment
             return self._wait_until(lambda: self._settled_before(moment), timeout)
         finally:
-            self._flushing.remove(moment)
+            self._flushing.pop(caller, None)

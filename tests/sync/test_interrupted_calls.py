@@ -153,6 +153,25 @@ def test_others_publish_after_an_interrupted_publish() -> None:
 
 
 @pytest.mark.slow
+def test_an_interrupted_flush_is_no_longer_notified() -> None:
+    """Otherwise every settled message would wake all callers, for as long as the publisher lives."""
+    with ScriptedBroker() as broker:
+        broker.script = confirm
+        with Publisher(broker.url) as publisher:
+
+            def flush() -> None:
+                publisher.submit(Message(b""), routing_key="q")
+                publisher.flush(PATIENCE)
+
+            def check() -> None:
+                flush()
+                assert not cast("Any", publisher)._channel._flushing
+
+            flush()
+            interrupt_everywhere(flush, check, least=40)
+
+
+@pytest.mark.slow
 def test_an_interrupted_get_takes_nothing_and_blocks_nobody() -> None:
     """Deliveries without an owner would use up the prefetch.
 
