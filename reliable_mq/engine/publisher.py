@@ -478,11 +478,11 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
             if left := (yield from outbox_channel.flush(limit)):
                 broker = self._started_channel
                 cause = outbox_channel.relay.error or (None if broker is None else broker.obstacle)
-                raise TimeoutError(f"{left} messages are still in {self._outbox!r} after {timeout} s") from cause
+                raise TimeoutError(f"{left} messages are still in {self._outbox!r} after {limit:g} s") from cause
         elif (channel := self._channel) is not None:
             flushed = yield channel.flush(limit)
             if not flushed:
-                raise TimeoutError(f"{channel.outstanding} messages are still outstanding after {timeout} s")
+                raise TimeoutError(f"{channel.outstanding} messages are still outstanding after {limit:g} s")
 
     def _close(self, timeout: Duration) -> Steps[None]:
         limit = seconds("timeout", timeout)

@@ -18,6 +18,7 @@ import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 import pytest
@@ -1381,6 +1382,14 @@ def test_a_blocked_io_thread_does_not_lose_rows(
         publisher.close(0.1)
         assert outbox.backlog()[0] == 3
     outbox.close()
+
+
+def test_the_error_of_a_flush_names_the_seconds(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
+    with new_publisher() as publisher:
+        submit(publisher, 1)
+        with pytest.raises(TimeoutError, match=r"outstanding after 0\.05 s$"):
+            publisher.flush(timedelta(milliseconds=50))
+        broker.wait_published(1)[0].channel.ack(1)
 
 
 def test_a_flush_without_a_timeout_ends_with_a_deadline(
