@@ -37,3 +37,13 @@ def test_many_failures_make_one_error_with_the_first_hundred() -> None:
 
 def test_failures_that_are_not_known_any_more_are_counted() -> None:
     assert "2 messages" in str(summary([], 2))
+
+
+def test_messages_may_have_arrived_if_one_of_them_may() -> None:
+    """Nothing is known of those that are not known any more."""
+    in_doubt = errors(150)
+    in_doubt[-1].may_have_arrived = True
+    assert summary(in_doubt, 150).may_have_arrived
+    assert not summary(errors(150), 150).may_have_arrived
+    assert summary(errors(100), 150).may_have_arrived
+    assert summary([], 2).may_have_arrived

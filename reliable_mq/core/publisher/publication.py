@@ -296,12 +296,14 @@ def summary(errors: Sequence[PublishError], count: int) -> PublishError:
     """Return one error for ``count`` failures, of which ``errors`` are known."""
     if count == len(errors) == 1:
         return errors[0]
-    what = f"{count} messages were not confirmed"
-    if not errors:
-        return PublishError(f"{what}; the publisher does not remember which")
-    return PublishError(
-        f"{what}; one of them: {errors[0]}", message_id=errors[0].message_id, failures=errors[:_FAILURES_KEPT]
+    known = f"; one of them: {errors[0]}" if errors else "; the publisher does not remember which"
+    error = PublishError(
+        f"{count} messages were not confirmed{known}",
+        message_id=errors[0].message_id if errors else None,
+        failures=errors[:_FAILURES_KEPT],
     )
+    error.may_have_arrived = len(errors) < count or any(one.may_have_arrived for one in errors)
+    return error
 
 
 class StoredPublication(Publication):
