@@ -191,6 +191,13 @@ class Propagation:
         """Return the context in the headers, independent of the current context."""
         return self._propagator.extract(headers, Context(), _GETTER)
 
+    def span_in(self, properties: bytes) -> Span:
+        """Return the span in encoded properties, invalid if it is unreadable."""
+        try:
+            return get_current_span(self.extract(Properties(properties).headers))
+        except CodecError:
+            return INVALID_SPAN
+
     def _does_write_w3c(self) -> bool:
         """Return whether the propagator writes a lone span as `_plain_head` does."""
         if self._writes_w3c is None:

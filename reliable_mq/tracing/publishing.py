@@ -131,7 +131,7 @@ class PublisherTracer:
         propagation = self._propagation or self._new_propagation()
         carried = None
         if properties is not None and propagation.carries(properties):
-            carried = get_current_span(propagation.extract(message.headers))
+            carried = propagation.span_in(properties)
         if carried is not None and operation == "create":
             return None
         theirs = None if carried is None else carried.get_span_context()

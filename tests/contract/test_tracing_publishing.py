@@ -14,7 +14,7 @@ import httpx
 import pytest
 from opentelemetry import baggage, context
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased
-from opentelemetry.trace import get_current_span
+from opentelemetry.trace import SpanKind, get_current_span
 from prometheus_client import CollectorRegistry
 from sqlalchemy import create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
@@ -32,6 +32,7 @@ from reliable_mq import (
     RetryPolicy,
     UsageError,
 )
+from reliable_mq.codec import encode_properties
 from reliable_mq.health import HealthServer
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
 from reliable_mq.testing.waiting import wait_until
@@ -698,6 +699,20 @@ def test_a_span_ends_with_an_error_that_has_no_text() -> None:
     assert trace is not None
     trace.failed(Wordless())
     assert len(recorder.spans) == 1
+
+
+def test_an_unreadable_context_is_no_error_of_the_tracer(caplog: pytest.LogCaptureFixture) -> None:
+    """It stays in the message: a copy of a damaged message is published as it is."""
+    damaged = encode_properties(Message(b"", headers={"traceparent": THEIRS, "x": 1})).replace(b"\x01xI", b"\x01x?")
+    recorder = Recorder()
+    tracer = PublisherTracer(recorder.tracing, name="shop", endpoints=())
+    trace = tracer.begin(Message.from_wire(b"", damaged), "", "orders")
+    assert trace is not None
+    assert trace.headers == {}
+    trace.ended()
+    [send] = recorder.spans
+    assert (send.name, send.kind, send.parent) == ("send orders", SpanKind.CLIENT, None)
+    assert caplog.records == []
 
 
 def test_a_span_that_cannot_end_leaves_the_error_of_a_publish(
