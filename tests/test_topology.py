@@ -309,6 +309,7 @@ def test_names_up_to_the_limit_are_accepted() -> None:
         ({"name": ""}, "the name of an exchange must not be empty"),
         ({"name": "amq.topic"}, "must not begin with 'amq.'"),
         ({"type": "fan-out"}, "type of exchange 'e' must be direct, topic, fanout, headers or begin with 'x-'"),
+        ({"type": "x-" + "a" * 254}, "type of exchange 'e' has 256 bytes in UTF-8; AMQP carries 255 at most"),
         ({"type": None}, "type of exchange 'e'"),
         ({"durable": None}, "durable of exchange 'e' must be True or False"),
         ({"internal": 1}, "internal of exchange 'e'"),

@@ -87,6 +87,7 @@ class Exchange:
         kind: object = self.type
         if not isinstance(kind, str) or not (kind in _TYPES or kind.startswith("x-")):
             raise ConfigurationError(f"type of {what} must be {', '.join(_TYPES)} or begin with 'x-', not {kind!r}")
+        object.__setattr__(self, "type", check_short_string(f"type of {what}", kind))
         for flag in ("durable", "auto_delete", "internal"):
             check_flag(f"{flag} of {what}", getattr(self, flag))
         alternate: object = self.alternate_exchange
