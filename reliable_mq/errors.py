@@ -156,8 +156,8 @@ class PublishError(ReliableMQError):
 
     Attributes:
         message_id: The id of the message; of the first one if several failed.
-        failures: The first hundred errors, if this error stands for several messages, as at the end of a ``with``
-            block. Otherwise empty.
+        failures: Up to a hundred of the errors, if this error stands for several messages, as at the end of a
+            ``with`` block. Otherwise empty.
         may_have_arrived: Whether an attempt was never answered, so that the broker may have the message nevertheless,
             or one of several messages. Code that then publishes it elsewhere creates a duplicate.
     """

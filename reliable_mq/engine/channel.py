@@ -1,8 +1,8 @@
 """The base of a publisher's channels: to the broker and to the outbox.
 
-Invariants: failures that no user has seen are counted until the publisher is closed, and the confirmations of the last
-hundred are kept. In a forked child a channel is marked as forked and serves no caller, because its threads and sockets
-belong to the parent.
+Invariants: failures that no user has seen are counted until the publisher is closed. The confirmations of the last ones
+are kept, at most a hundred with at most 64 MiB of messages. In a forked child a channel is marked as forked and serves
+no caller, because its threads and sockets belong to the parent.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["BaseChannel"]
 
 _FAILURES_KEPT: Final = 100  # unseen failures, raised when the publisher is left
+_FAILURES_KEPT_BYTES: Final = 64 * 1024 * 1024  # of their messages, except for the last one
 
 P = TypeVar("P", bound=Publication)
 
@@ -49,19 +50,18 @@ class BaseChannel(Generic[P]):
         self._guard = guard
         self._delivery_timeout = delivery_timeout
         self._closed = False
-        self._failures: deque[P] = deque(maxlen=_FAILURES_KEPT)
+        self._failures: deque[P] = deque()
+        self._failures_bytes = 0
         self._unobserved = 0  # unseen failures, including those that _failures has dropped
         _channels.add(self)
 
     def take_failures(self) -> tuple[list[P], int]:
-        """Return the unseen failed confirmations, at most the last 100, and their number.
-
-        The number counts all unseen failures, including those no longer kept.
-        """
+        """Return the kept confirmations of unseen failures, and the number of all."""
         with self._guard:
             unseen = [failed for failed in self._failures if not failed.result_observed]
             count, self._unobserved = self._unobserved, 0
             self._failures.clear()
+            self._failures_bytes = 0
         return unseen, count
 
     def failure_observed(self) -> None:
@@ -70,8 +70,12 @@ class BaseChannel(Generic[P]):
 
     def _keep_failure(self, confirmation: P) -> None:
         """Keep a failure that no user has seen. The caller holds the guard."""
-        self._failures.append(confirmation)
         self._unobserved += 1
+        kept = self._failures
+        kept.append(confirmation)
+        self._failures_bytes += confirmation.size
+        while len(kept) > _FAILURES_KEPT or (self._failures_bytes > _FAILURES_KEPT_BYTES and len(kept) > 1):
+            self._failures_bytes -= kept.popleft().size
 
     def check_usable(self) -> None:
         """Raise UsageError in a forked child, where no message would ever be settled."""

@@ -48,6 +48,7 @@ from reliable_mq.codec.frames import method_frame
 from reliable_mq.codec.methods import CONNECTION_BLOCKED, CONNECTION_CLOSED
 from reliable_mq.core import reconnect
 from reliable_mq.core.reconnect import MOST_UNANSWERED
+from reliable_mq.engine import channel as channel_module
 from reliable_mq.engine.publisher_channel import BasePublisherChannel
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.testing.containers import free_port
@@ -1171,6 +1172,22 @@ def test_leaving_raises_what_nobody_has_seen(broker: ScriptedBroker, new_publish
         leave(1)
     with pytest.raises(PublishError, match="3 messages"):
         leave(3)
+
+
+def test_failures_that_nobody_sees_keep_few_messages_in_memory(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them are counted."""
+    monkeypatch.setattr(channel_module, "_FAILURES_KEPT_BYTES", 250)
+    broker.script = lambda published: published.channel.nack(published.number)
+    publisher = new_publisher(retry=ONCE)
+    messages = [Message(bytes(100)) for _ in range(6)]
+    for message in messages:
+        publisher.submit(message, routing_key=KEY)
+    publisher.flush(30)
+    with pytest.raises(PublishError, match="6 messages") as caught:
+        publisher.close()
+    assert [error.message_id for error in caught.value.failures] == [message.message_id for message in messages[4:]]
 
 
 def test_the_lost_broker_is_the_cause_of_messages_given_up(broker: ScriptedBroker, new_publisher: NewPublisher) -> None:
