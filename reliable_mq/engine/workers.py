@@ -525,7 +525,7 @@ def call_handler(handler: Callable[[Any], object], argument: Work) -> object:
 def _end_child(error: BaseException | None) -> None:
     """End a forked child, whose threads and connections are the parent's."""
     if isinstance(error, SystemExit) and isinstance(error.code, int | None):
-        os._exit(error.code or 0)
+        os._exit((error.code or 0) & 0xFF)  # as sys.exit() does; a larger number would be an OverflowError here
     if error is not None:
         logger.error("a child process that a handler forked ended with %s", shown(error), exc_info=error)
     os._exit(0 if error is None else 1)

@@ -181,7 +181,14 @@ def test_any_exception_fails_its_delivery_and_ends_no_worker(error: BaseExceptio
 
 @pytest.mark.parametrize(
     ("error", "status"),
-    [(None, 0), (SystemExit(), 0), (SystemExit(3), 3), (SystemExit("no"), 1), (ValueError("no"), 1)],
+    [
+        (None, 0),
+        (SystemExit(), 0),
+        (SystemExit(3), 3),
+        (SystemExit(2**40 + 3), 3),
+        (SystemExit("no"), 1),
+        (ValueError("no"), 1),
+    ],
 )
 def test_a_child_that_a_handler_forks_ends_with_the_handler(
     error: BaseException | None, status: int, store: MemoryStore | None
