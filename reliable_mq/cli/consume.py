@@ -58,6 +58,7 @@ def consume(
     if peek and count is not None and count > _PEEK_MOST:
         raise typer.BadParameter(f"--count is at most {_PEEK_MOST} with --peek: RabbitMQ delivers no more without acks")
     from reliable_mq.deadletters.jsonl import write_line
+    from reliable_mq.retry import MOST_ATTEMPTS, RetryPolicy
     from reliable_mq.sync.consumer import Consumer
 
     follower = _Follower(
@@ -73,6 +74,7 @@ def consume(
         queue,
         follower.handle,
         prefetch=prefetch,
+        retry=RetryPolicy(MOST_ATTEMPTS, delays=(0,)),  # whatever the policy of the queue's own consumer is
         dead_letter=None,  # it creates no dead letters
         name="reliable-mq consume",
     )

@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 
 from reliable_mq.cli.app import app
 from reliable_mq.cli.consume import _Follower
-from reliable_mq.retry import RetryLater
+from reliable_mq.core import headers
+from reliable_mq.retry import MOST_ATTEMPTS, RetryLater
 from reliable_mq.testing.waiting import wait_until
+from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
@@ -198,6 +200,24 @@ def test_a_signal_is_not_a_good_end(number: int, status: int) -> None:
     interrupted = follower(io.BytesIO())
     interrupted.follow(cast("Consumer", InterruptedConsumer(number)))
     assert interrupted.status == status
+
+
+@pytest.mark.parametrize(("mode", "verdict"), [("--ack", "ack"), ("--peek", "nack")])
+def test_a_message_with_many_attempts_is_written_like_others(mode: str, verdict: str) -> None:
+    """Its own consumer may allow as many, with other delays.
+
+    A rejected message would leave the queue, and be lost without a dead-letter exchange.
+    """
+    waits = {"path": [60_000]}
+    tried = {headers.FORMAT: headers.FORMAT_VERSION, headers.ATTEMPT: MOST_ATTEMPTS - 1, headers.RETRY: waits}
+    with ScriptedBroker() as broker, ThreadPoolExecutor(1) as executor:
+        consuming = executor.submit(
+            CliRunner().invoke, app, ["consume", broker.url, "orders", mode, "--count=1", "--timeout=10"]
+        )
+        broker.consuming.deliver(b"an order", headers=tried)
+        result = consuming.result(30)
+        assert (result.exit_code, result.stdout) == (0, "an order\n")
+        assert [(one.verdict, one.requeue) for one in broker.settlements] == [(verdict, mode == "--peek")]
 
 
 @pytest.mark.slow
