@@ -136,6 +136,8 @@ def leave(deliveries: Iterable[PulledDelivery], *, ack: bool) -> None:
                     delivery.requeue()
             except StaleDelivery as error:
                 stale = error
+            except UsageError:
+                continue  # another thread has just settled it
     if stale is not None and ack:
         raise stale
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 from reliable_mq import Queue, RetryPolicy
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
 from reliable_mq.engine.consumer_options import ConsumerOptions
-from reliable_mq.engine.pull import PulledDelivery
+from reliable_mq.engine.pull import PulledDelivery, leave
 from tests.core.deliveries import delivery
 
 
@@ -65,3 +65,34 @@ def test_a_timeout_after_retries_counts_on() -> None:
     puller.time_out()
     puller.deliver_again()
     assert puller.get().attempt == 5
+
+
+class SettledMeanwhile(PulledDelivery):
+    """A delivery that another thread settles while the end of its block looks at it."""
+
+    @property
+    def settled(self) -> bool:
+        before = super().settled
+        if not before:
+            self.mark_settled()
+        return before
+
+
+class SettledResults:
+    """A subscription that keeps the results of its pulled deliveries."""
+
+    def __init__(self) -> None:
+        self.results: list[Any] = []
+
+    def settle(self, pulled: PulledDelivery, result: Any) -> None:
+        pulled.mark_settled()
+        self.results.append(result)
+
+
+def test_what_another_thread_settles_at_the_end_stops_no_other() -> None:
+    """Otherwise the deliveries after it, which were handled, would be requeued."""
+    first, second = delivery(1), delivery(2)
+    subscription = SettledResults()
+    kept = cast("Any", subscription)
+    leave([SettledMeanwhile(first, kept), PulledDelivery(second, kept)], ack=True)
+    assert subscription.results == [second]
