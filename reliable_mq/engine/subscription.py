@@ -464,13 +464,7 @@ class BaseSubscription(NullListener):
         if self.ended.is_set():
             return
         if self.session.lifecycle.gave_up:
-            logger.warning(
-                "consumer %r: %d deliveries are still being handled after %g s; %s",
-                self._options.name,
-                self.session.running,
-                self._options.stop_timeout,
-                "they are lost" if self.session.automatic else "the broker will deliver them again",
-            )
+            self._log_unfinished()
         self.session.recalled(self._recalled())
         self._take_in(now)
         last = self._decide(now)
@@ -480,6 +474,17 @@ class BaseSubscription(NullListener):
         self._io.stop(CLOSE_GRACE)
         self._first_attempts_over.set()
         self.ended.set()
+
+    def _log_unfinished(self) -> None:
+        """Log the work that outlasted ``stop_timeout``, if there is any."""
+        counts = {
+            "deliveries are still being handled": self.session.running,
+            "retries or dead letters are not confirmed": self.session.republishing,
+        }
+        if unfinished := " and ".join(f"{count} {what}" for what, count in counts.items() if count):
+            consequence = "they are lost" if self.session.automatic else "the broker will deliver them again"
+            after = self._options.stop_timeout
+            logger.warning("consumer %r: %s after %g s; %s", self._options.name, unfinished, after, consequence)
 
     # On the loop: the subscription
 

@@ -200,6 +200,43 @@ def test_stop_acks_what_runs_and_requeues_what_has_not_begun(broker: ScriptedBro
     assert broker.connections[0].closed_in_good_order
 
 
+def test_a_stop_without_patience_cancels_before_it_requeues(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the broker would deliver here again, and count the end of the channel as a failure."""
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with new_consumer(handler, stop_timeout=0):
+            for number in range(3):
+                broker.consuming.deliver(b"%d" % number)
+            handler.wait_begun(1)
+    cancelled = broker.seen.index("Basic.Cancel")
+    assert "Basic.Nack" in broker.seen[cancelled:]
+    assert "Basic.Nack" not in broker.seen[:cancelled]
+    assert {one.tag for one in broker.settlements} == {2, 3}
+    assert "1 deliveries are still being handled after 0 s; the broker will deliver them again" in caplog.text
+
+
+def test_an_idle_stop_without_patience_gives_up_nothing(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_consumer(Handler(), stop_timeout=0):
+        assert broker.consuming
+    assert "Basic.Cancel" in broker.seen
+    assert "after 0 s" not in caplog.text
+
+
+def test_a_copy_without_a_confirm_outlasts_a_stop_and_is_logged(
+    broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with new_consumer(Fails(DeadLetter("no")), stop_timeout=0.2, dead_letter="dead"):
+        broker.consuming.deliver(b"a")
+        broker.wait_published(1)
+    assert broker.settlements == []
+    text = "1 retries or dead letters are not confirmed after 0.2 s; the broker will deliver them again"
+    assert text in caplog.text
+
+
 def test_a_stop_during_a_set_up_ends_the_new_subscription(
     broker: ScriptedBroker, new_consumer: NewConsumer, caplog: pytest.LogCaptureFixture
 ) -> None:

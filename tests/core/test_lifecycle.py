@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from reliable_mq.core.consumer.lifecycle import (
+    CANCEL_WAIT,
     LINGER,
     PAUSE,
     TRANSITIONS,
@@ -32,11 +33,13 @@ class CheckedLifecycle(follows(TRANSITIONS), ConsumerLifecycle):  # type: ignore
     """Only allows the state changes of the table."""
 
 
-def make(*, subscribes: bool = True, single_active: bool = False) -> CheckedLifecycle:
+def make(
+    *, subscribes: bool = True, single_active: bool = False, stop_timeout: float = STOP_TIMEOUT
+) -> CheckedLifecycle:
     return CheckedLifecycle(
         consumer_tag="c",
         prefetch=PREFETCH,
-        stop_timeout=STOP_TIMEOUT,
+        stop_timeout=stop_timeout,
         single_active=single_active,
         subscribes=subscribes,
     )
@@ -97,6 +100,40 @@ def test_a_stop_waits_for_a_handler_up_to_the_stop_timeout(single_active: bool) 
     assert life.state is (ConsumerState.STOPPING if single_active else ConsumerState.CANCELLING)
     step(life, 1.0 + STOP_TIMEOUT, drained=False)
     assert (life.state, life.gave_up) == (ConsumerState.ENDED, True)
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_stop_without_patience_ends_the_subscription_first(drained: bool) -> None:
+    """Otherwise the broker would deliver here again the deliveries that it requeues.
+
+    Only a handler that still runs is given up.
+    """
+    life = make(stop_timeout=0.0)
+    life.opened()
+    life.stop(1.0)
+    assert step(life, 1.0, drained=drained) == [ChannelStep.UNSUBSCRIBE]
+    step(life, 0.9 + CANCEL_WAIT, drained=drained)
+    assert (life.state, life.deadline) == (ConsumerState.CANCELLING, 1.0 + CANCEL_WAIT)
+    life.unsubscribed(1.95)
+    step(life, 1.95, drained=drained)
+    assert (life.state, life.gave_up) == (ConsumerState.ENDED, not drained)
+
+
+def test_a_cancel_that_is_not_answered_delays_no_stop_for_long() -> None:
+    life = make(stop_timeout=0.0)
+    life.opened()
+    life.stop(1.0)
+    step(life, 1.0 + CANCEL_WAIT)
+    assert (life.state, life.gave_up) == (ConsumerState.ENDED, True)
+
+
+def test_many_acks_are_waited_for_though_the_patience_is_over() -> None:
+    life = make(stop_timeout=0.0, subscribes=False)
+    life.opened()
+    life.sent(MANY_ACKS, 1.0)
+    life.stop(1.0)
+    step(life, 1.0)
+    assert (life.state, life.deadline) == (ConsumerState.LINGERING, 1.0 + LINGER)
 
 
 def test_a_loss_ends_the_wait_for_cancel_ok() -> None:

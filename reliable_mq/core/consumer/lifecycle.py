@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "CANCEL_WAIT",
     "LINGER",
     "PAUSE",
     "TRANSITIONS",
@@ -38,6 +39,7 @@ __all__ = [
     "SubscriptionChange",
 ]
 
+CANCEL_WAIT: Final = 1.0  # seconds that a stop waits for cancel-ok, if `stop_timeout` is shorter
 PAUSE: Final = 0.1  # seconds that a stop waits for quick handlers before it requeues the rest
 LINGER: Final = 0.3  # seconds before the channel is closed after many acks, or for another prefetch
 #: Many acks. RabbitMQ's channel passes 32 of them on to a quorum queue before it waits, and drops the rest when closed.
@@ -70,7 +72,7 @@ TRANSITIONS: Final[Mapping[str, Mapping[ConsumerState, set[ConsumerState]]]] = {
     "nothing runs, or the pause is over": {_S.SETTLING: {_S.STOPPING}},
     "nothing runs": {_S.STOPPING: {_S.ENDED}},
     "nothing runs, and many acks were sent": {_S.STOPPING: {_S.LINGERING}},
-    "stop_timeout is over": {state: {_S.ENDED} for state in (_S.CANCELLING, _S.SETTLING, _S.STOPPING, _S.LINGERING)},
+    "stop_timeout is over": {state: {_S.ENDED} for state in (_S.CANCELLING, _S.SETTLING, _S.STOPPING)},
     "the wait is over": {_S.LINGERING: {_S.ENDED}},
     "an error for good, or a second signal": {state: {_S.ENDED} for state in _S if state is not _S.ENDED},
 }
@@ -128,6 +130,7 @@ class ConsumerLifecycle:
         self.subscribes: Final = subscribes
         self.prefetch = self._wanted = prefetch  # of the newest and of the next subscription; 0 for none
         self._patience: float | None = None  # when the wait for running handlers ends
+        self._cancel_by = 0.0  # until when a stop waits for cancel-ok at least
         self._pause: float | None = None  # when SETTLING or LINGERING ends
         self._renewal: float | None = None  # when the channel is reopened for a new prefetch, if it is still idle
         self._burst_at = 0.0
@@ -177,7 +180,7 @@ class ConsumerLifecycle:
         else:
             self.state = ConsumerState.STOPPING
         self.connected = False
-        self._patience = now + self._stop_timeout
+        self._patience, self._cancel_by = now + self._stop_timeout, now + CANCEL_WAIT
         return True
 
     def unsubscribed(self, now: float) -> None:
@@ -239,7 +242,8 @@ class ConsumerLifecycle:
 
         ``drained`` means that nothing is dispatched, waits for dispatch, or is being published.
         """
-        if self._patience is not None and now >= self._patience:
+        nothing_left = drained and self.state in (ConsumerState.SETTLING, ConsumerState.STOPPING)
+        if self._waits_until is not None and now >= self._waits_until and not nothing_left:
             self._patience = None
             if self.state is ConsumerState.RESUBSCRIBING:
                 self._reopen()
@@ -260,7 +264,7 @@ class ConsumerLifecycle:
             if self._burst <= _BURST_BYTES:
                 self.end()
             else:
-                self.state, self._pause = ConsumerState.LINGERING, now + LINGER
+                self.state, self._pause, self._patience = ConsumerState.LINGERING, now + LINGER, None
         if self.prefetch != self._wanted or self._renewal is not None:
             self._renew_when_idle(now, unacked=unacked)
         changes, self._changes = self._changes, []
@@ -299,8 +303,15 @@ class ConsumerLifecycle:
     @property
     def deadline(self) -> float | None:
         """The time to call `tick` if no event comes first, None for never."""
-        times = (self._patience, self._pause, self._renewal)
+        times = (self._waits_until, self._pause, self._renewal)
         return min((time for time in times if time is not None), default=None)
+
+    @property
+    def _waits_until(self) -> float | None:
+        """The time when it no longer waits for handlers or for cancel-ok, None for never."""
+        if self._patience is not None and self.state is ConsumerState.CANCELLING:
+            return max(self._patience, self._cancel_by)
+        return self._patience
 
     def _renew_when_idle(self, now: float, *, unacked: bool) -> None:
         """Reopen the channel after an idle moment, since it loses acks on their way."""
