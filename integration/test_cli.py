@@ -150,6 +150,7 @@ def test_what_is_not_confirmed_is_reported_by_its_line(vhost: VirtualHost) -> No
     declare(vhost)
     lines = [
         '{"body": "1", "routing_key": "orders"}',
+        "\r",
         '{"body": 2}',
         '{"body": "3", "routing_key": "nowhere"}',
         '{"body": "4", "exchange": "missing"}',
@@ -160,20 +161,21 @@ def test_what_is_not_confirmed_is_reported_by_its_line(vhost: VirtualHost) -> No
     assert done.returncode == 1
     report = done.stderr.decode()
     for expected in (
-        "line 2: body must be text",
-        "line 3: message ",
-        "was returned: 312 NO_ROUTE",
+        "line 3: body must be text",
         "line 4: message ",
+        "was returned: 312 NO_ROUTE",
+        "line 5: message ",
         "404 NOT_FOUND",
-        "line 5: ",
+        "line 6: ",
         "4 of 6 messages were not confirmed",
     ):
         assert expected in report
     assert "no caller waits" not in report
     assert "line 1:" not in report
-    assert "line 6:" not in report
+    assert "line 2:" not in report  # it is blank
+    assert "line 7:" not in report
     stored = bodies_of(drain(vhost, "orders"))
-    assert set(stored) == {b"1", b"6"}  # perhaps twice: line 4 closed the channel
+    assert set(stored) == {b"1", b"6"}  # perhaps twice: line 5 closed the channel
 
 
 @pytest.mark.parametrize("command", ["publish", "consume"])

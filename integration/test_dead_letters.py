@@ -28,7 +28,7 @@ from reliable_mq import (
 )
 from reliable_mq.codec import encode_properties, join_properties, rewrite_properties
 from reliable_mq.core import headers
-from reliable_mq.deadletters import DeadLetterQueue, Filter, Origin, Target
+from reliable_mq.deadletters import DeadLetterQueue, Filter, ImportReport, Origin, Target
 from reliable_mq.deadletters.replay import RateLimit
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
@@ -643,7 +643,7 @@ def test_an_export_is_imported_byte_for_byte(any_vhost: VirtualHost) -> None:
         assert dead.export(file) == len(sent)
     file.seek(0)
     with DeadLetterQueue(any_vhost.url, "copies") as dead:
-        assert dead.import_lines(file) == (len(sent), [])
+        assert dead.import_lines(file) == ImportReport(len(sent), len(sent))
     with Consumer(any_vhost.url, "copies", None) as consumer, consumer.get(len(sent), timeout=10) as deliveries:
         assert sorted((each.body, each.properties) for each in deliveries) == sorted(sent)
 
@@ -652,11 +652,10 @@ def test_lines_that_cannot_be_imported_are_told_by_their_number(vhost: VirtualHo
     publish(vhost, [])
     lines = [b'{"body": "a"}', b"{", b'{"body": "b", "headers": {"CC": ["x"]}}', b'{"body": "c", "user_id": "nobody"}']
     with DeadLetterQueue(vhost.url, ORDERS) as dead:
-        confirmed, failures = dead.import_lines(lines)
-        assert (confirmed, [line for line, _ in failures]) == (1, [2, 3, 4])
-        assert "not JSON" in str(failures[0][1])
-        assert "CC or BCC" in str(failures[1][1])
-        assert "406" in str(failures[2][1])
+        report = dead.import_lines(lines)
+        assert (report.confirmed, [line for line, _ in report.failures]) == (1, [2, 3, 4])
+        for (_, error), text in zip(report.failures, ("not JSON", "CC or BCC", "406"), strict=True):
+            assert text in str(error)
         # Messages that shared the closed channel are published again.
         assert {message.body for message in dead.browse()} == {b"a"}
 

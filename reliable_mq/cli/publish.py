@@ -69,7 +69,7 @@ def publish(
     """Publish lines, files or JSON lines, and wait until each is confirmed.
 
     If a message is not confirmed, its line is reported, and the exit status is 1. The options for the target override
-    the fields of a JSON line.
+    the fields of a JSON line. Blank lines are skipped with --json, and are empty messages otherwise.
     """
     if queue is not None and (exchange is not None or routing_key is not None):
         raise typer.BadParameter(
@@ -118,6 +118,12 @@ class _Recipe:
     headers: dict[str, str] | None
     persistent: bool
 
+    def is_message(self, data: bytes) -> bool:
+        """Return whether a piece of input is a message, which a blank line of JSON is not."""
+        from reliable_mq.deadletters.jsonl import is_blank
+
+        return not self.by_json or not is_blank(data)
+
     def make(self, data: bytes) -> tuple[Message, str, str]:
         """Return the message, its exchange and its routing key."""
         from reliable_mq import Message
@@ -158,9 +164,10 @@ class _Run:
                 self._publisher.connect()
                 self._began = time.monotonic()
                 for item in inputs:
-                    self._read += 1
                     self._read_bytes += item.size
-                    self._publish(item)
+                    if self._recipe.is_message(item.data):
+                        self._read += 1
+                        self._publish(item)
                 self._publisher.flush()
             except KeyboardInterrupt:
                 self._interrupted = True

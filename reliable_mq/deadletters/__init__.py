@@ -14,8 +14,9 @@ from __future__ import annotations
 
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.filter import Filter, Statistics
+from reliable_mq.deadletters.importing import ImportReport
 from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.deadletters.queue import DeadLetterQueue
 from reliable_mq.deadletters.replay import ReplayReport
 
-__all__ = ["DeadLetterQueue", "DeadMessage", "Filter", "Origin", "ReplayReport", "Statistics", "Target"]
+__all__ = ["DeadLetterQueue", "DeadMessage", "Filter", "ImportReport", "Origin", "ReplayReport", "Statistics", "Target"]

@@ -8,8 +8,8 @@ names, broken properties), ``properties_base64`` also holds them as they were on
 Invariants:
 
 - A message that is written and read again has the same body and the same properties, byte for byte.
-- A line is understood completely or refused. An unknown key, a duplicate key, a wrong type, and a property that
-  contradicts ``properties_base64`` are errors that name the key.
+- A blank line is no message, and is skipped. Any other line is understood completely or refused. An unknown key, a
+  duplicate key, a wrong type, and a property that contradicts ``properties_base64`` are errors that name the key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message, MessageProperties
 
-__all__ = ["Line", "read_line", "write_line"]
+__all__ = ["Line", "is_blank", "read_line", "write_line"]
 
 _PROPERTIES: Final = tuple(MessageProperties.__annotations__)
 _BODY, _BODY_BASE64, _RAW = "body", "body_base64", "properties_base64"
@@ -53,6 +53,11 @@ def write_line(delivery: Delivery | DeadMessage) -> bytes:
     if not _carries(shown, delivery.properties):
         line[_RAW] = base64.b64encode(delivery.properties).decode()
     return _dumps(line)
+
+
+def is_blank(text: bytes) -> bool:
+    """Return whether a line holds only whitespace, and so no message."""
+    return not text or text.isspace()
 
 
 def read_line(text: bytes) -> Line:

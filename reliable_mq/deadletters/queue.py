@@ -21,13 +21,14 @@ from typing import BinaryIO, Final, Self
 from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_number, is_text, whole_number
-from reliable_mq.codec import LARGEST_BODY, CodecError, Properties, join_properties
+from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import QueueState
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.deadletters.filter import Filter, Statistics
-from reliable_mq.deadletters.jsonl import read_line, write_line
+from reliable_mq.deadletters.importing import Import, ImportReport
+from reliable_mq.deadletters.jsonl import write_line
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.deadletters.replay import (
     BATCH,
@@ -35,23 +36,18 @@ from reliable_mq.deadletters.replay import (
     Replay,
     ReplayReport,
     Routing,
-    none_was_sent,
     read_batches,
     warn_of_missing,
 )
 from reliable_mq.errors import (
-    BrokerUnavailable,
     ConfigurationError,
     PublishError,
-    ReliableMQError,
     UsageError,
 )
-from reliable_mq.message import Message
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
 from reliable_mq.stores.protocol import ResettableStore, check_reset_options
 from reliable_mq.sync.admin_channel import AdminChannel
-from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
@@ -64,8 +60,6 @@ logger = get_logger(__name__)
 _NAME: Final = "dead letters"
 _PUBLISH_TIMEOUT: Final = 60.0  # seconds
 _EVERYTHING: Final = Filter()
-_IMPORTED_AT_A_TIME: Final = 1000
-_IMPORTED_BYTES: Final = 32 * 1024 * 1024  # less than a publisher holds
 _MANY: Final = 10_000  # the number of messages above which basic.get is too slow
 
 
@@ -289,8 +283,9 @@ class DeadLetterQueue(OfOneProcess):
 
         Raises:
             ConfigurationError: If an argument is invalid. The message names it.
-            BrokerUnavailable: If the connection is lost and does not come back, or if nothing of a batch could be sent
-                within 60 s, as under an alarm of the broker.
+            BrokerUnavailable: If the connection is lost and does not come back, or if no message of a batch was settled
+                within 60 s, as under an alarm of the broker. Those messages are still in the queue, count as failed,
+                and may also be at their targets if they were sent.
             ConsumeError: If RabbitMQ does not deliver from this queue, or as for `browse`.
             StaleDelivery: If the connection was lost, and replayed messages may still be in the queue: RabbitMQ did not
                 deliver them again within 60 s, or they have no message id, and the limit or the stop was reached.
@@ -374,79 +369,34 @@ class DeadLetterQueue(OfOneProcess):
         return deleted
 
     def import_lines(
-        self,
-        lines: Iterable[bytes],
-        *,
-        progress: Progress | None = None,
-        on_confirmed: Callable[[int], object] | None = None,
-    ) -> tuple[int, list[tuple[int, ReliableMQError]]]:
+        self, lines: Iterable[bytes], *, progress: Progress | None = None, report: ImportReport | None = None
+    ) -> ImportReport:
         """Publish JSON lines, as written by `export`, into this queue, byte for byte.
 
-        Blocks until all messages are settled. A line whose message has a ``CC`` or ``BCC`` header is refused, because
-        RabbitMQ would also route the message to other queues. If nothing of a batch could be sent within 60 s, as under
-        an alarm of the broker, or if the connection is lost and does not come back, the lines after it are not tried,
-        and fail.
+        Blocks until all messages are settled. Blank lines are skipped. A line whose message has a ``CC`` or ``BCC``
+        header is refused, because RabbitMQ would also route the message to other queues. If no message of a batch
+        (1000 messages or 32 MiB) was settled within 60 s, as under an alarm of the broker, or if the connection is lost
+        and does not come back, the lines after it are not tried, and fail.
 
         Args:
             lines: The lines to publish.
             progress: A function that is called after every batch with the number of lines so far, as both arguments.
-            on_confirmed: A function that is called after every batch with the number of messages confirmed so far. If
-                the import is interrupted, at least so many messages are in the queue.
+            report: A new `ImportReport` for the counts and failures. If the import is interrupted, it is complete up to
+                the last batch.
 
         Returns:
-            The number of confirmed messages, and the numbers of the other lines, from 1, each with its error.
+            The number of confirmed messages, and the numbers of the failed lines, from 1, each with its error.
 
         Raises:
             BrokerUnavailable: If no host could be reached, or none accepted the login. No message was published.
         """
-        confirmed = number = 0
-        failures: list[tuple[int, ReliableMQError]] = []
-        waiting: list[tuple[int, Confirmation]] = []
-        size = 0  # bytes of the waiting lines
-        submitted = False
-        ended: ReliableMQError | None = None
-
-        def collect() -> None:
-            nonlocal confirmed, size, ended
-            errors = [confirmation.exception() for _line, confirmation in waiting]
-            failed = [(line, error) for (line, _), error in zip(waiting, errors, strict=True) if error is not None]
-            confirmed += len(waiting) - len(failed)
-            failures.extend(failed)
-            if none_was_sent(errors):
-                ended = BrokerUnavailable(
-                    "not tried, because the broker accepts no messages: none of the lines before it could be sent in "
-                    "time. Does it have an alarm?"
-                )
-            waiting.clear()
-            size = 0
-            if on_confirmed is not None:
-                on_confirmed(confirmed)
-            if progress is not None:
-                progress(number, number)
-
         publisher = self._new_publisher()
         try:
-            for number, line in enumerate(lines, start=1):
-                if ended is not None:
-                    failures.append((number, ended))
-                    continue
-                size += len(line)
-                try:
-                    waiting.append((number, publisher.submit(_imported(line), routing_key=self._name)))
-                    submitted = True
-                except (ConfigurationError, PublishError) as error:
-                    failures.append((number, error))
-                except BrokerUnavailable as error:
-                    if not submitted:
-                        raise
-                    ended = error
-                    failures.append((number, error))
-                if len(waiting) >= _IMPORTED_AT_A_TIME or size >= _IMPORTED_BYTES:
-                    collect()
-            collect()
+            return Import(
+                publisher, self._name, progress=progress, report=ImportReport() if report is None else report
+            ).run(lines)
         finally:
             _close(publisher)
-        return confirmed, sorted(failures, key=lambda failure: failure[0])
 
     # -- private -------------------------------------------------------------------------------------------------------
 
@@ -532,18 +482,6 @@ def _as_published(message: DeadMessage) -> Target | None:
     if origin is None or origin.exchange is None or origin.routing_key is None:
         return None
     return Target(origin.exchange, origin.routing_key)
-
-
-def _imported(line: bytes) -> Message:
-    message = read_line(line).message
-    view = Properties(message.encoded_properties or join_properties({}))
-    try:
-        routing = view.headers_beginning("CC").keys() | view.headers_beginning("BCC").keys()
-    except CodecError as error:
-        raise ConfigurationError(f"its headers are broken: {error}") from error
-    if {"CC", "BCC"} & routing:
-        raise ConfigurationError("it has a CC or BCC header, which would route it to other queues too")
-    return message
 
 
 def _close(publisher: Publisher) -> None:

@@ -9,7 +9,7 @@ Invariants:
   needs a message id. Without one, the ack may have arrived, and the next delivery may be another message that is equal
   in every byte, so it is published, perhaps a second time. If no more is tried, the run fails instead.
 - A dead letter that could not be published is tried once and counted once in a run, whatever is lost in between.
-- A run ends if nothing of a batch could be sent within its time, because then nothing of the next could be either.
+- A run ends if RabbitMQ settled no message of a batch within its time: the next batch would probably wait as long.
 - A run processes the messages that are in the queue when it begins. Later dead letters are left to the next run. If a
   channel is lost, the run waits a limited time for the messages that RabbitMQ holds for the lost connection.
 - In any second, no more messages are published than the rate, even after idle time. For a rate that is not a whole
@@ -55,7 +55,7 @@ __all__ = [
     "Replay",
     "ReplayReport",
     "Routing",
-    "none_was_sent",
+    "none_was_settled",
     "read_batches",
     "warn_of_missing",
 ]
@@ -143,12 +143,12 @@ class ReplayReport:
         return not self.failed
 
 
-def none_was_sent(errors: Sequence[Exception | None]) -> bool:
-    """Return whether nothing of a batch could be sent within its time.
+def none_was_settled(errors: Sequence[Exception | None]) -> bool:
+    """Return whether RabbitMQ settled no message of a batch within its time.
 
-    The same applies then to the next batch.
+    The next batch would probably wait as long for nothing, and might be published twice by the next run.
     """
-    return bool(errors) and all(isinstance(error, _TOO_LATE) and not error.may_have_arrived for error in errors)
+    return bool(errors) and all(isinstance(error, _TOO_LATE) for error in errors)
 
 
 def read_batches(
@@ -340,10 +340,11 @@ class Replay:
             raise
         self._settle(done, confirmations, None)
         errors = [confirmation.exception() for _message, confirmation in confirmations]
-        if none_was_sent(errors):
+        if none_was_settled(errors):
             raise BrokerUnavailable(
-                f"the replay has ended, because the broker accepts no messages: none of {len(errors)} could be sent in "
-                "time. Does it have an alarm?"
+                f"the replay has ended, because none of {len(errors)} messages was confirmed in time: they are still "
+                f"in queue {self.queue!r}, and those that were sent may also be at their targets. Does the broker have "
+                "an alarm, or a target queue no leader?"
             ) from errors[0]
 
     def _submit(

@@ -70,6 +70,13 @@ def test_options_win_over_what_a_json_line_says(
     assert (exchange, routing_key) == target
 
 
+@pytest.mark.parametrize(
+    ("by_json", "data", "is_message"), [(True, b" \r", False), (True, b"{", True), (False, b"", True)]
+)
+def test_a_blank_line_of_json_is_no_message(by_json: bool, data: bytes, is_message: bool) -> None:
+    assert recipe(by_json=by_json).is_message(data) == is_message
+
+
 def test_a_json_line_that_says_no_target_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no routing_key"):
         recipe(by_json=True).make(b'{"body": "x"}')

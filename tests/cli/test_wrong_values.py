@@ -12,8 +12,8 @@ from reliable_mq.cli import app
 from reliable_mq.cli import dlq as commands
 from reliable_mq.cli.terminal import parse_headers
 from reliable_mq.cli.web import _token
-from reliable_mq.deadletters import DeadLetterQueue
-from reliable_mq.errors import BrokerUnavailable, StaleDelivery
+from reliable_mq.deadletters import DeadLetterQueue, ImportReport
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, StaleDelivery
 from reliable_mq.stores import AsyncRedisStore
 from tests.contract.scripted_broker import ScriptedBroker
 from tests.web.memory_broker import MemoryBroker, letter
@@ -249,9 +249,9 @@ def test_lines_that_cannot_be_imported_are_named_by_their_file(run: Run, broker:
 def test_lines_that_were_not_tried_are_told_in_one_line(
     run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], **_: object) -> tuple[int, list[object]]:
+    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], *, report: ImportReport, **_: object) -> None:
         error = BrokerUnavailable("not tried")
-        return 0, [(number, error) for number, _line in enumerate(lines, start=1)]
+        report.failures += [(number, error) for number, _line in enumerate(lines, start=1)]
 
     monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
     file = tmp_path / "dead.jsonl"
@@ -260,21 +260,29 @@ def test_lines_that_were_not_tried_are_told_in_one_line(
     assert run("dlq", "import", BROKER, QUEUE, str(file)) == (1, told)
 
 
-def test_an_interrupted_import_says_how_many_are_confirmed(
-    run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(
+    ("settled", "place"), [(0, "0.jsonl, line 1"), (25, "1.jsonl, line 16"), (30, "1.jsonl, line")]
+)
+def test_an_interrupted_import_says_where_to_go_on(
+    run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settled: int, place: str
 ) -> None:
-    def import_lines(
-        _queue: DeadLetterQueue, _lines: Iterable[bytes], *, on_confirmed: Callable[[int], object], **_: object
-    ) -> None:
-        on_confirmed(1000)
-        on_confirmed(2000)
+    """Failures up to there are reported, too, because nobody would try these lines again."""
+
+    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], *, report: ImportReport, **_: object) -> None:
+        if settled:
+            report.lines, report.confirmed = settled, len(list(lines)) - 10
+            report.failures.append((3, ConfigurationError("not JSON")))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
-    file = tmp_path / "dead.jsonl"
-    file.touch()
-    told = "interrupted; at least 2,000 messages confirmed, which are in the queue"
-    assert run("dlq", "import", BROKER, QUEUE, str(file)) == (130, told)
+    files = [tmp_path / "0.jsonl", tmp_path / "1.jsonl"]
+    for file, count in zip(files, (10, 20), strict=True):
+        file.write_text('{"body": "a"}\n' * count)
+    status, told = run("dlq", "import", BROKER, QUEUE, *map(str, files))
+    assert status == 130
+    assert f"interrupted; at least {20 if settled else 0} messages confirmed" in told
+    assert f"go on from {tmp_path}/{place}" in told
+    assert (f"{files[0]}, line 3: not JSON" in told) == bool(settled)
 
 
 def test_an_import_takes_the_same_memory_for_any_number_of_lines(
@@ -282,14 +290,13 @@ def test_an_import_takes_the_same_memory_for_any_number_of_lines(
 ) -> None:
     peaks = []
 
-    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], **_: object) -> tuple[int, list[object]]:
+    def import_lines(_queue: DeadLetterQueue, lines: Iterable[bytes], *, report: ImportReport, **_: object) -> None:
         tracemalloc.start()
         try:
-            found = sum(1 for _ in lines)
+            report.confirmed = sum(1 for _ in lines)
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-        return found, []
 
     monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
     broker.queues[QUEUE] = []

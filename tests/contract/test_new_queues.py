@@ -190,7 +190,7 @@ def test_an_import_returns_when_no_confirm_of_it_is_provisional(broker: Scripted
     """A caller may delete the file after that."""
     make(broker, "import-new")
     with DeadLetterQueue(broker.url, "import-new") as letters:
-        assert letters.import_lines([b'{"body": "x"}']) == (1, [])
+        assert letters.import_lines([b'{"body": "x"}']).confirmed == 1
     assert [line.routing_key for line in broker.published] == ["import-new"]
     assert broker.seen.count("Confirm.Select") >= ASKED
 

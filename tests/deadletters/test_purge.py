@@ -15,7 +15,7 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.core.retry.dead_letters import Target
-from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.deadletters import DeadLetterQueue, ImportReport
 from reliable_mq.deadletters import channel as channel_module
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishUnconfirmed, StaleDelivery
@@ -74,15 +74,15 @@ def test_an_invalid_purge_limit_deletes_nothing(limit: Any) -> None:
     assert len(broker.queues[QUEUE]) == 500
 
 
-@pytest.mark.parametrize("size", [1, 1024 * 1024])
-def test_an_import_ends_if_nothing_of_a_batch_could_be_sent(size: int) -> None:
+@pytest.mark.parametrize(("size", "sent"), [(1, True), (1024 * 1024, False)])
+def test_an_import_ends_if_none_of_a_batch_is_settled(size: int, sent: bool) -> None:
     """The lines after it are reported, too. A batch is at most 1000 lines or 32 MiB."""
     tried = []
 
     class Blocked:
         def submit(self, message: Message, *, routing_key: str) -> Any:
             tried.append((message, routing_key))
-            return SimpleNamespace(exception=lambda: PublishUnconfirmed("not sent in time", sent=False))
+            return SimpleNamespace(exception=lambda: PublishUnconfirmed("no confirm in time", sent=sent))
 
         def close(self, _timeout: float) -> None:
             pass
@@ -90,11 +90,12 @@ def test_an_import_ends_if_nothing_of_a_batch_could_be_sent(size: int) -> None:
     dead = opened(MemoryBroker())
     dead._new_publisher = Blocked  # type: ignore[assignment]
     line = b'{"body": "%s"}' % (b"x" * size)
-    confirmed, failures = dead.import_lines([b"{", *[line] * 1200])
-    assert (confirmed, [number for number, _ in failures]) == (0, [*range(1, 1202)])
+    report = dead.import_lines([b"{", *[line] * 1200])
+    assert (report.lines, report.confirmed) == (1201, 0)
+    assert [number for number, _ in report.failures] == [*range(1, 1202)]
     assert len(tried) == (1000 if size == 1 else 32)
-    assert "not sent in time" in str(failures[1][1])
-    assert "not tried, because the broker accepts no messages" in str(failures[-1][1])
+    assert "no confirm in time" in str(report.failures[1][1])
+    assert f"not tried, because none of {len(tried)} messages before it was confirmed" in str(report.failures[-1][1])
 
 
 class EndingPublisher:
@@ -119,10 +120,7 @@ def test_an_import_that_loses_its_login_reports_every_line() -> None:
     error = BrokerUnavailable("the login was refused")
     dead = opened(MemoryBroker())
     dead._new_publisher = lambda: EndingPublisher(2, error)  # type: ignore[assignment, return-value]
-    counts: list[int] = []
-    confirmed, failures = dead.import_lines([b'{"body": "x"}'] * 4, on_confirmed=counts.append)
-    assert (confirmed, failures) == (2, [(3, error), (4, error)])
-    assert counts == [2]
+    assert dead.import_lines([b'{"body": "x"}'] * 4) == ImportReport(4, 2, [(3, error), (4, error)])
 
 
 def test_an_import_that_never_has_a_login_raises_its_error() -> None:
@@ -132,13 +130,22 @@ def test_an_import_that_never_has_a_login_raises_its_error() -> None:
         dead.import_lines([b"{", b'{"body": "x"}'])
 
 
-def test_an_interrupted_import_has_counted_what_is_confirmed() -> None:
-    dead = opened(MemoryBroker())
+def test_an_interrupted_import_has_reported_whole_batches() -> None:
+    """Each line up to its last one is confirmed, failed or blank."""
+    dead, report = opened(MemoryBroker()), ImportReport()
     dead._new_publisher = lambda: EndingPublisher(2500, KeyboardInterrupt())  # type: ignore[assignment, return-value]
-    counts: list[int] = []
     with pytest.raises(KeyboardInterrupt):
-        dead.import_lines([b'{"body": "x"}'] * 4000, on_confirmed=counts.append)
-    assert counts == [1000, 2000]
+        dead.import_lines([b"{", b"", *[b'{"body": "x"}'] * 4000], report=report)
+    assert (report.lines, report.confirmed, [number for number, _ in report.failures]) == (2002, 2000, [1])
+
+
+def test_blank_lines_are_skipped_and_counted_as_lines() -> None:
+    broker = MemoryBroker()
+    broker.queues[QUEUE] = []
+    with opened(broker) as dead:
+        report = dead.import_lines([b"", b'{"body": "a"}', b" \t\r", b"{", b'{"body": "b"}\n', b"\n"])
+    assert (report.lines, report.confirmed, broker.bodies(QUEUE)) == (6, 2, [b"a", b"b"])
+    assert [number for number, _ in report.failures] == [4]
 
 
 @pytest.mark.parametrize("as_published", [False, True])

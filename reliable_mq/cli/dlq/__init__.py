@@ -354,19 +354,20 @@ def import_(
 ) -> None:
     """Publish JSON lines, as `dlq export` writes them, into a queue, byte for byte.
 
-    A message that is not confirmed is reported by its line, and the exit status is 1.
+    A message that is not confirmed is reported by its line, and the exit status is 1. Blank lines are skipped. An
+    import that is interrupted tells from which line to go on.
     """
+    from reliable_mq.deadletters import ImportReport
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
     hide_logs(unwatched_logger)
     count = 0
-    counts = [0]  # confirmed messages after each batch
-    before: list[int] = []  # lines before each file
+    ends = [0]  # lines up to the end of each file
 
     def each_file() -> Iterator[Input]:
         for some in [[file] for file in files or []] or [[]]:
-            before.append(count)
             yield from lines(some)
+            ends.append(count)
 
     def texts() -> Iterator[bytes]:
         nonlocal count
@@ -375,24 +376,32 @@ def import_(
             yield item.data
 
     def place(number: int) -> str:
-        file = bisect_left(before, number) - 1
-        return f"{files[file]}, line {number - before[file]}" if files else f"line {number}"
+        if not files:
+            return f"line {number}"
+        file = min(bisect_left(ends, number), len(files)) - 1
+        return f"{files[file]}, line {number - ends[file]}"
 
-    given = Readable(each_file())
+    given, report = Readable(each_file()), ImportReport()
+    interrupted = False
     with _opened(url, queue) as dead:
         try:
             with progress_bar("importing") as bar:
-                confirmed, failures = dead.import_lines(texts(), progress=bar, on_confirmed=counts.append)
+                dead.import_lines(texts(), progress=bar, report=report)
         except KeyboardInterrupt:
-            say(f"interrupted; at least {counts[-1]:,} messages confirmed, which are in the queue")
-            raise typer.Exit(INTERRUPTED) from None
-    for _, alike in groupby(failures, key=lambda failure: id(failure[1])):
+            interrupted = True
+    for _, alike in groupby(report.failures, key=lambda failure: id(failure[1])):
         (number, error), *others = alike
         say(f"{place(number)}: {error}" + (f" (the same for {len(others):,} lines after it)" if others else ""))
-    say(f"{confirmed:,} of {count:,} messages confirmed")
+    if interrupted:
+        say(
+            f"interrupted; at least {report.confirmed:,} messages confirmed, which are in the queue; go on from "
+            f"{place(report.lines + 1)}: that line and later ones may have arrived, too"
+        )
+        raise typer.Exit(INTERRUPTED)
+    say(f"{report.confirmed:,} of {report.confirmed + len(report.failures):,} messages confirmed")
     if given.error is not None:
         raise given.error
-    raise typer.Exit(1 if failures else 0)
+    raise typer.Exit(0 if report.ok else 1)
 
 
 def _tell(report: ReplayReport, *, dry_run: bool) -> None:
