@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO
 
-__all__ = ["Input", "Readable", "lines", "size_of", "whole_file", "whole_files"]
+__all__ = ["Input", "Readable", "is_replaced", "lines", "size_of", "whole_file", "whole_files"]
 
 
 class Input(NamedTuple):
@@ -98,6 +98,15 @@ def _lines_of(file: Iterator[bytes], prefix: str) -> Iterator[Input]:
         yield Input(f"{prefix}line {number}", line.removesuffix(b"\n"), len(line))
 
 
+def is_replaced(path: Path) -> bool:
+    """Return whether `whole_file` replaces a file at its end.
+
+    It writes to a pipe or a device directly.
+    """
+    mode = _mode(path)
+    return mode is None or stat.S_ISREG(mode)
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces an existing one at the end of the block.
@@ -105,13 +114,10 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     Raises:
         OSError: If the file cannot be written there. Errors of the block propagate.
     """
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        mode = None
+    mode = _mode(path)
     if mode is not None and stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    if mode is not None and not stat.S_ISREG(mode):
+    if not is_replaced(path):
         with path.open("wb") as file:
             yield file
         return
@@ -136,6 +142,14 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         unfinished.unlink(missing_ok=True)
         raise
     _sync_directory(target.parent)
+
+
+def _mode(path: Path) -> int | None:
+    """Return the mode of a file, or None if there is no such file."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError:
+        return None
 
 
 def _umask() -> int:

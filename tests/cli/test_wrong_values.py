@@ -21,6 +21,7 @@ from tests.web.memory_broker import MemoryBroker, letter
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
+    from typing import BinaryIO
 
     Run = Callable[..., tuple[int, str]]
 
@@ -230,6 +231,33 @@ def test_ctrl_c_at_the_question_of_a_purge_is_an_interrupt(
     assert ended == status
     assert told.endswith(f"reliable-mq: {text}")
     assert len(broker.queues[QUEUE]) == 450
+
+
+@pytest.mark.usefixtures("broker")
+@pytest.mark.parametrize(
+    ("file", "outcome"),
+    [
+        (["dead.jsonl"], "dead.jsonl is as it was"),
+        (["/dev/null"], "the output is incomplete"),
+        (["-"], "the output is incomplete"),
+        ([], "the output is incomplete"),
+    ],
+)
+def test_an_interrupted_export_says_what_its_file_holds(
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: list[str], outcome: str
+) -> None:
+    """A pipe or a device cannot be replaced at the end, as a file is."""
+
+    def export(_queue: DeadLetterQueue, out: BinaryIO, *_: object, **__: object) -> None:
+        out.write(b"{}\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(DeadLetterQueue, "export", export)
+    status, told = run("dlq", "export", BROKER, QUEUE, *file)
+    assert status == 130
+    assert told.endswith(f"interrupted; nothing was taken out of the queue, and {outcome}")
+    assert not list(tmp_path.iterdir())
 
 
 def test_lines_that_cannot_be_imported_are_named_by_their_file(run: Run, broker: MemoryBroker, tmp_path: Path) -> None:

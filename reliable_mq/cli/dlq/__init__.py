@@ -32,7 +32,7 @@ from reliable_mq.cli.dlq.render import (
     summary,
     summary_json,
 )
-from reliable_mq.cli.files import Input, Readable, lines, whole_file
+from reliable_mq.cli.files import Input, Readable, is_replaced, lines, whole_file
 from reliable_mq.cli.terminal import (
     INTERRUPTED,
     URL,
@@ -330,10 +330,11 @@ def export(
     """Write dead letters as JSON lines, byte for byte; they stay in the queue.
 
     `dlq import` and `publish --json` read them. A FILE that exists is replaced when everything is written, and is as it
-    was until then.
+    was until then, unless it is a pipe or a device.
     """
     to_stdout = file is None or str(file) == "-"
-    unfinished = "the output is incomplete" if to_stdout else f"{file} is as it was"
+    is_kept = file is not None and not to_stdout and is_replaced(file)
+    unfinished = f"{file} is as it was" if is_kept else "the output is incomplete"
     with (
         interruptible(f"{_KEPT}, and {unfinished}"),
         _opened(url, queue) as dead,
