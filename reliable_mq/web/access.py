@@ -5,7 +5,8 @@ Each request is checked before any other code sees it, in this order:
 1. **Host.** A host name that is not allowed is refused. Otherwise, a site could reach a page on this machine through a
    name that resolves to this machine (DNS rebinding).
 2. **Origin.** A request that another site caused is refused, by ``Sec-Fetch-Site``, or by ``Origin`` if the browser
-   does not send that header. The only exception is a link to the page. A change needs a POST, and a POST must prove
+   does not send that header. The only exception is a link to the page, which opens only a queue that the page lists,
+   since reading marks messages and hides them from consumers. A change needs a POST, and a POST must prove
    its origin: it is refused if both headers are missing.
 3. **Person.** The function of the embedding service or a token decides. The token is sent as ``Authorization: Bearer``,
    or once in a form, which begins a session whose cookie holds a random number. If neither is configured, requests
@@ -36,7 +37,7 @@ from reliable_mq._util.validation import ip_address
 from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["SHORTEST_TOKEN", "Guard", "UserOf"]
+__all__ = ["SHORTEST_TOKEN", "Guard", "UserOf", "is_of_another_site"]
 
 #: A function that returns the user's name for the audit log, or None to refuse the request. Only a name admits a user.
 UserOf: TypeAlias = Callable[[Request], str | None]
@@ -167,7 +168,7 @@ class Guard:
                 same = _host_and_port(headers["origin"]) == named[0].lower()
             return None if same else _refused("the request was not made by this page")
         followed = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
-        if site is not None and site not in ("same-origin", "none") and not followed:
+        if is_of_another_site(request) and not followed:
             return _refused("the request was made by another site")
         return None
 
@@ -197,6 +198,11 @@ class Guard:
         with self._lock:
             name, until = self._sessions.get(_digest(request.cookies.get(_COOKIE, "")), ("", 0.0))
         return name if time.monotonic() < until else None
+
+
+def is_of_another_site(request: Request) -> bool:
+    """Return whether another site caused the request, as a browser reports it."""
+    return request.headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
 
 
 def _refused(text: str, status: int = 403) -> Response:

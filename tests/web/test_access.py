@@ -108,6 +108,21 @@ def test_another_site_may_link_here_and_load_nothing(page: Page, headers: dict[s
     assert browser.get("/letters?queue=orders.dead", headers=headers).status_code == status
 
 
+def test_a_link_of_another_site_reads_no_unlisted_queue(page: Page, broker: MemoryBroker) -> None:
+    """Otherwise, any site could have a work queue read, which marks its messages and hides them from consumers."""
+    broker.add("orders", letter(1))
+    link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
+    browser = page(any_queue=True)
+    for path in ("/letters?queue=orders", "/letter?queue=orders&id=0", "/body?queue=orders&id=0"):
+        answer = browser.get(path, headers=link)
+        assert answer.status_code == 403
+        assert "A link of another site opens listed queues only" in answer.text
+    assert broker.reads == 0
+    assert browser.get("/letters?queue=orders.dead", headers=link).status_code == 200
+    assert browser.get("/letters?queue=orders").status_code == 200
+    assert browser.get("/letters?queue=orders", headers=link).status_code == 200  # it is listed from then on
+
+
 def test_without_a_token_only_this_machine_is_served(page: Page) -> None:
     assert page(client="127.0.0.1").get("/").status_code == 200
     for client in ("::1", "::1%lo", "::ffff:127.0.0.1"):
