@@ -124,6 +124,10 @@ class ReplayReport:
             connection. Each may be at its target twice.
         already_published: The number of messages that this run published before a channel was lost, and acked later.
         failed: The number of messages that could not be published. They are still in the dead-letter queue.
+        unacked: After an error, the number of replayed messages that may still be in the dead-letter queue, because
+            their acks may not have arrived. The next run may publish them again.
+        unconfirmed: After an error, the number of published messages whose confirms were no longer awaited. They are
+            still in the dead-letter queue, and perhaps also at their targets.
         failures: The first failed messages, each with its error: at most a thousand, and none after their content
             reaches 32 MiB.
     """
@@ -135,6 +139,8 @@ class ReplayReport:
     sent_again: int = 0
     already_published: int = 0
     failed: int = 0
+    unacked: int = 0
+    unconfirmed: int = 0
     failures: list[tuple[DeadMessage, ReliableMQError]] = field(default_factory=list)
 
     @property
@@ -233,6 +239,13 @@ class Replay:
                 arrived, and no more is tried, or if published messages were not delivered again.
             IdempotencyStoreError: If the store does not respond.
         """
+        try:
+            return self._run()
+        except BaseException:
+            self.report.unacked = self._perhaps_acked
+            raise
+
+    def _run(self) -> ReplayReport:
         losses = 0
         while True:
             before = self._acked
@@ -277,9 +290,14 @@ class Replay:
         return max(self._unacked.total() - self.channel.doubtful, 0)
 
     @property
+    def _perhaps_acked(self) -> int:
+        """The number of published messages whose acks may or may not have arrived."""
+        return self._unacked.total() + self._in_doubt
+
+    @property
     def _known(self) -> int:
         """The number of messages that were read or are perhaps acked."""
-        return self._position + self._unacked.total() + self._in_doubt
+        return self._position + self._perhaps_acked
 
     @property
     def _waits(self) -> bool:
@@ -297,6 +315,7 @@ class Replay:
             self.report.replayed = 0  # nothing was acked, so all messages are read again
         self._position = self._acked
         while not self._enough:
+            self._wait_for_turn()  # before a message is taken, which RabbitMQ lets a channel hold for a limited time
             found = next(read_batches(self.channel, self._batch, self.guard, self._position, self._total), None)
             if found is None:
                 if not self._waits or self.stop.wait(_CHECK_EVERY) or time.monotonic() >= until:
@@ -356,6 +375,8 @@ class Replay:
             self._wait_for_turn()
             if self.stop.is_set():
                 break
+            if self._pace is not None:
+                self._pace.published(time.monotonic())
             try:
                 confirmation = publisher.submit(
                     message.replayed(self.body), exchange=target.exchange, routing_key=target.routing_key
@@ -375,6 +396,7 @@ class Replay:
             try:
                 error = confirmation.exception(None if deadline is None else max(deadline - time.monotonic(), 0.0))
             except TimeoutError:
+                self.report.unconfirmed += 1
                 continue
             if error is None:
                 confirmed.append(message)
@@ -432,9 +454,6 @@ class Replay:
         return key_prefix(namespace, message.origin.queue) + message.message_id
 
     def _wait_for_turn(self) -> None:
-        if self._pace is None:
-            return
-        remaining = self._pace.due() - time.monotonic()
-        if remaining > 0 and self.stop.wait(remaining):
-            return
-        self._pace.published(time.monotonic())
+        """Wait until the rate allows the next publish, or until the stop."""
+        if self._pace is not None:
+            self.stop.wait(max(self._pace.due() - time.monotonic(), 0.0))

@@ -24,7 +24,6 @@ from starlette.responses import HTMLResponse, PlainTextResponse, RedirectRespons
 
 from reliable_mq._util.validation import is_text
 from reliable_mq.codec.tables import encode_short_string
-from reliable_mq.deadletters.replay import BATCH
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ReliableMQError, UsageError
 from reliable_mq.web.access import is_of_another_site
 from reliable_mq.web.address import FIELDS, Choice, Fields, ago, encoded, exactly
@@ -84,7 +83,6 @@ class Pages:
         self._templates.globals.update(
             htmx=_HTMX,
             integrity=_HTMX_INTEGRITY,
-            batch=BATCH,
             ago=ago,
             exactly=exactly,
         )

@@ -134,6 +134,7 @@ def test_the_report_of_a_replay(capsys: pytest.CaptureFixture[str]) -> None:
         ReplayReport(30, 3, delivered_before=2, possible_duplicates=2, sent_again=4, already_published=1),
         ReplayReport(30, 3, delivered_before=2),
         ReplayReport(30, 5, possible_duplicates=0, failed=25, failures=failures),
+        ReplayReport(30, 5, possible_duplicates=0, unacked=5, unconfirmed=20),
     ):
         for dry_run in (False, True):
             commands._tell(replayed, dry_run=dry_run)

@@ -160,6 +160,14 @@ class InterruptedPublisher(FakePublisher):
             raise KeyboardInterrupt
 
 
+class SilentPublisher(InterruptedPublisher):
+    """Is interrupted while the first confirm is awaited, and gets no confirm."""
+
+    def exception(self, timeout: float | None = None) -> None:
+        super().exception(timeout)
+        raise TimeoutError
+
+
 class UnconfirmedPublisher(FakePublisher):
     """Gets confirms for the first messages, and none for later ones, which it may have sent."""
 
@@ -184,7 +192,12 @@ class FailedConfirmation:
 
 
 def replay(
-    channel: FakeChannel, publisher: FakePublisher | None, limit: int | None, to: Target | None, **options: Any
+    channel: FakeChannel,
+    publisher: FakePublisher | None,
+    limit: int | None,
+    to: Target | None,
+    rate: float | None = None,
+    **options: Any,
 ) -> Any:
     return Replay(
         channel,  # type: ignore[arg-type]
@@ -192,7 +205,7 @@ def replay(
         chosen=Filter(),
         routing=lambda _message: to,
         limit=limit,
-        rate=None,
+        rate=rate,
         store=None,
         namespace=None,
         queue="orders.dead",
@@ -343,7 +356,16 @@ def test_an_interrupt_ends_a_run_whose_channel_is_lost() -> None:
     channel, publisher, report = AckLosingChannel(1000), InterruptedPublisher(refuses=""), ReplayReport()
     with pytest.raises(KeyboardInterrupt):
         replay(channel, publisher, None, Target("", "orders"), report=report)
-    assert (publisher.submitted, report.replayed, channel.acked) == (200, 200, 0)
+    assert (publisher.submitted, report.replayed, report.unacked, channel.acked) == (200, 200, 200, 0)
+
+
+def test_an_interrupted_run_counts_what_is_not_confirmed() -> None:
+    """The next run publishes these messages again."""
+    channel, publisher, report = FakeChannel(1000), SilentPublisher(refuses=""), ReplayReport()
+    with pytest.raises(KeyboardInterrupt):
+        replay(channel, publisher, None, Target("", "orders"), report=report)
+    assert (report.replayed, report.failed, report.unconfirmed, channel.acked) == (0, 0, 200, 0)
+    assert (report.unacked, replay(FakeChannel(10), FakePublisher(refuses=""), 5, Target("", "q")).unacked) == (0, 0)
 
 
 @pytest.mark.parametrize("sent", [True, False])
@@ -366,23 +388,23 @@ def test_a_stop_interrupts_the_wait_for_the_rate() -> None:
 
     publisher.submit = stopping  # type: ignore[method-assign]
     began = time.monotonic()
-    limited = Replay(
-        channel,  # type: ignore[arg-type]
-        publisher,  # type: ignore[arg-type]
-        chosen=Filter(),
-        routing=lambda _message: Target("", "orders"),
-        limit=None,
-        rate=0.001,
-        store=None,
-        namespace=None,
-        queue="orders.dead",
-        guard=lambda _messages: None,
-        counts_lost_connections=True,
-        progress=None,
-        stop=stop,
-    )
-    assert limited.run().replayed == 1
+    assert replay(channel, publisher, None, Target("", "orders"), rate=0.001, stop=stop).replayed == 1
     assert time.monotonic() - began < 60
+
+
+def test_a_message_is_taken_when_the_rate_allows_it() -> None:
+    """RabbitMQ closes a channel that holds a message for too long."""
+    channel, taken = FakeChannel(10), []
+
+    class Waiting(StopEvent):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout:
+                taken.append(channel._next - 1)
+            return super().wait(timeout)
+
+    stop = Waiting(comes=False)
+    assert replay(channel, FakePublisher(refuses=""), 2, Target("", "orders"), rate=0.001, stop=stop).replayed == 2
+    assert taken[0] == 1  # of the two messages, while the second one waits
 
 
 def test_another_body_is_published_in_its_place() -> None:

@@ -250,7 +250,7 @@ def replay(
     try:
         with (
             _opened(url, queue) as dead,
-            interruptible("confirmed messages are out of the queue, all others are in it: run it again to continue"),
+            interruptible("all messages that are not replayed are in the queue: run it again to continue"),
             progress_bar("would replay" if dry_run else "replaying") as bar,
         ):
             dead.replay(
@@ -265,7 +265,7 @@ def replay(
                 progress=bar,
                 report=report,
             )
-    except ReliableMQError:
+    except (ReliableMQError, typer.Exit):  # the latter after Ctrl-C
         if report.examined:
             _tell(report, dry_run=dry_run)
         raise
@@ -415,6 +415,10 @@ def _tell(report: ReplayReport, *, dry_run: bool) -> None:
     text = f"{report.replayed:,} of {report.examined:,} {done}"
     if report.failed:
         text += f"; {report.failed:,} {'cannot be replayed' if dry_run else 'failed'}, and stay"
+    if report.unacked:
+        text += f"; of these, perhaps still in the queue after a lost connection: {report.unacked:,}"
+    if report.unconfirmed:
+        text += f"; not confirmed, still in the queue, and perhaps at the target, too: {report.unconfirmed:,}"
     if report.already_published:
         text += f"; delivered again after a lost connection, and not published twice: {report.already_published:,}"
     if report.sent_again:
