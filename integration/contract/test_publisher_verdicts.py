@@ -6,7 +6,8 @@ Other tests check messages that are refused before they are sent.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -122,6 +123,21 @@ def test_f12_a_crash_over_a_single_publish_does_not_refuse_it(broker: RabbitMQ, 
             broker.evaluate(f"{queue}sys:resume(Pid)")
         assert confirmation.result(30).possible_duplicate
     assert vhost.live_counts() == {"orders": 2}
+
+
+@pytest.mark.parametrize(
+    "headers", [{"price": Decimal("1.5")}, {"x-stream-filter-value": 5}], ids=["decimal", "filter"]
+)
+def test_a_stream_refuses_a_header_that_crashes_the_broker(vhost: VirtualHost, headers: dict[str, Any]) -> None:
+    """The broker closes the connection with 541 as it converts the message to AMQP 1.0."""
+    events = Queue("events", type="stream")
+    with Publisher(vhost.url, topology=[events], new_queue_grace=0) as publisher:
+        publisher.connect()
+        others = [publisher.submit(Message(b"x"), routing_key="events") for _ in range(2)]
+        with pytest.raises(PublishRefused) as caught:
+            publisher.publish(Message(b"x", headers=headers), routing_key="events")
+        assert caught.value.reply_code == 541
+        assert [one.exception(30) for one in others] == [None, None]
 
 
 def test_a_channel_that_missed_the_end_of_a_full_queue_heals(
