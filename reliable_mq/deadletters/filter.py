@@ -11,6 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
 from reliable_mq._util.validation import Duration, seconds
+from reliable_mq.core.consumer.attempts import MESSAGE_LIMIT
 from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.errors import ConfigurationError
 
@@ -185,8 +186,10 @@ class Statistics:
     Attributes:
         messages: The number of messages.
         bytes: The total size of their bodies, in bytes.
-        by_cause: The number of messages by exception class or, without an exception, by reason.
-        by_queue: The number of messages by the queue that they were in before; an empty name if unknown.
+        by_cause: The number of messages by exception class or, without an exception, by reason. Of a longer text, which
+            only another program writes, the first 512 characters count.
+        by_queue: The number of messages by the queue that they were in before; an empty name if unknown. The same
+            applies to a longer name.
         by_age: The number of messages by the names in `AGES`.
         oldest, newest: The earliest and the latest known time of death; None if unknown.
     """
@@ -204,8 +207,8 @@ class Statistics:
         """Count a dead letter; ``now`` must be an aware datetime."""
         self.messages += 1
         self.bytes += len(message.body)
-        self.by_cause[message.cause] += 1
-        self.by_queue["" if message.origin is None else message.origin.queue] += 1
+        self.by_cause[message.cause[:MESSAGE_LIMIT]] += 1
+        self.by_queue["" if message.origin is None else message.origin.queue[:MESSAGE_LIMIT]] += 1
         died_at = message.died_at
         self.by_age[_age(died_at, now)] += 1
         if died_at is not None:

@@ -133,3 +133,12 @@ def test_statistics_count_by_cause_queue_and_age() -> None:
     ]
     assert counted.newest == NOW - timedelta(seconds=1)
     assert counted.oldest == NOW - timedelta(seconds=700_000)
+
+
+def test_statistics_count_by_texts_of_a_bounded_size() -> None:
+    """A publisher may forge a class, a reason and a queue of any length, other ones in each message."""
+    counted = Statistics()
+    for number in range(3):
+        long = "x" * 512 + f"{number}" * 100_000
+        counted.add(letter(**{headers.EXCEPTION_TYPE: long, headers.ORIGINAL_QUEUE: long}), NOW)
+    assert counted.by_cause == counted.by_queue == {"x" * 512: 3}
