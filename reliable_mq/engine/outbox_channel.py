@@ -11,6 +11,7 @@ the outbox does not answer.
 
 from __future__ import annotations
 
+import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
@@ -142,7 +143,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             outbox,
             relay_publisher,
             settle=self._writer.settle,
-            at_end=self._writer.stop,  # nothing else stops it if the event loop ends
+            at_end=self._end_writer,  # nothing else stops it if the event loop ends
             released=self._close_outbox_again,
             limit=options.max_outstanding,
             max_bytes=options.window.max_bytes,
@@ -352,6 +353,11 @@ class BaseOutboxChannel(BaseChannel[C]):
         self._outbox_closed = True
         self._writer.abandon()
         self.outbox.close()
+
+    def _end_writer(self) -> None:
+        """End the writer after its last outcome, and wait for it. For the relay's thread."""
+        self._writer.stop()
+        self._writer.join(threading.TIMEOUT_MAX)
 
     def _close_outbox_again(self) -> None:
         """Close the outbox if it was closed before the relay made its last call."""

@@ -23,7 +23,8 @@ Invariants of the relay:
   leases. It counts rows on another thread, and ends after it;
 - no rows are taken while those that wait for their key, or for their outcome to be written, have ``max_bytes``;
 - an error that does not concern a row makes the relay pause, longer each time, and never ends it;
-- rows without an outcome are released at the end, also if the publisher of the rows has ended without a stop.
+- rows without an outcome are released at the end, also if the publisher of the rows has ended without a stop. The
+  outcomes of the others are written before, so that no other relay takes rows that are settled.
 """
 
 from __future__ import annotations
@@ -302,7 +303,8 @@ class OutboxRelay(_OutboxThread):
 
     Args:
         settle: A function that writes outcomes without blocking. ``settled`` is called after they are written.
-        at_end: A function that is called after the last outcome.
+        at_end: A function that is called after the last outcome. It returns once each outcome is written, or never will
+            be.
         released: A function that is called after the last call of the outbox.
         limit: The maximum number of outstanding rows.
         max_bytes: The maximum total size of their bodies, in bytes.

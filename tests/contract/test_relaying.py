@@ -7,6 +7,8 @@ import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import pytest
+
 from reliable_mq import BrokerUnavailable, ConfigurationError, Message
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
 from reliable_mq.core.outbox import NewRow
@@ -14,14 +16,12 @@ from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync.publisher_channel import PublisherChannel
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.tls import TLSOptions
-from tests.contract.test_health import inner
+from tests.contract.test_health import Freezing, inner
 from tests.contract.test_publishing import acking
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import pytest
 
     from reliable_mq.outbox import OutboxStatus
     from tests.contract.scripted_broker import ScriptedBroker
@@ -73,6 +73,32 @@ def test_rows_wait_if_the_channel_ends_before_it_takes_them(
         assert rows(outbox.status()) == (1, 0)
         monkeypatch.undo()
         publisher.flush(20)
+
+
+@pytest.mark.slow
+def test_rows_are_released_after_their_outcomes_are_written(
+    broker: ScriptedBroker, new_publisher: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Another relay would publish a row again that the broker has confirmed, or before one of its key in flight."""
+    broker.script = acking
+    outbox = Freezing(tmp_path / "outbox")
+    publisher = new_publisher(outbox=outbox)
+    publisher.connect()
+    with closing(SQLiteOutbox(tmp_path / "outbox")) as another, closing(another.claims()) as claims:
+        try:
+            assert claims.take(10).rows == []
+            outbox.frozen = "write"
+            publisher.publish(Message(b""), routing_key="q")
+            relay = inner(publisher)._outbox_channel.relay
+            wait_until(lambda: relay.statistics.confirmed == 1, timeout=20, what="the confirm")
+            publisher.close(0.1)
+            assert claims.take(10).rows == []
+            assert another.status().rows == 1
+        finally:
+            outbox.thawed.set()
+        assert relay.join(20)
+        assert another.status().rows == 0
+        assert claims.take(10).rows == []
 
 
 def test_the_relay_command_has_no_limit_of_its_own(broker: ScriptedBroker, tmp_path: Path) -> None:
