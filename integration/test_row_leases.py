@@ -112,6 +112,21 @@ def test_a_relay_passes_over_rows_that_another_has_locked(table: TableOutbox) ->
     assert [row.message.body for row in take(claims)] == [b"a", b"c", b"0", b"1"]
 
 
+@pytest.mark.parametrize(("call", "free"), [("keep", []), ("close", [b"a", b"c"])])
+def test_a_row_that_a_user_has_locked_blocks_no_other_lease(table: TableOutbox, call: str, free: list[bytes]) -> None:
+    """Leases that are renewed with it would end, and those released with it would last."""
+    claims, columns = table.outbox.claims(), table.outbox.table.c
+    store(table.outbox, *"abc")
+    _, row, _ = take(claims)
+    table.age(LEASE / 2)
+    with waiting_for_no_lock(table.engine), table.engine.connect() as user, user.begin():
+        user.execute(select(columns.id).where(columns.id == row.id).with_for_update())
+        getattr(claims, call)()
+        assert [row.message.body for row in take(table.outbox.claims())] == free
+    table.age(LEASE * 3 / 4)
+    assert [row.message.body for row in take(table.outbox.claims())] == [b"b"]
+
+
 def test_rows_of_a_late_commit_keep_their_order(table: TableOutbox) -> None:
     """The commit is between the choice of a key's first row and the search for those behind it."""
     claims: Any = table.outbox.claims()

@@ -23,6 +23,8 @@ Invariants:
 - if leases use the time since the boot of the machine, claims of an earlier boot are expired. The name of a claim
   contains its boot. If the claim or the relay cannot name it, a claim that ends later than a new one would is of an
   earlier boot;
+- a row that another transaction has locked, for example one of the user, delays neither the renewal nor the release of
+  other rows. Nobody can take it meanwhile, and the next renewal includes it if it is free again;
 - a relay never takes a row that it already has. If its leases may have ended, for example after an outage of the
   database, it renews them first.
 """
@@ -363,22 +365,32 @@ class SQLAlchemyRowLeases:
         columns = self._table.c
         until = database_time(connection) + self._lease
         for some in portions(sorted(self._taken)):
-            mine = update_by_id(self._table, connection.dialect).where(columns.id.in_(some), self._ours())
+            ids = self._not_locked(connection, some)
+            mine = update_by_id(self._table, connection.dialect).where(columns.id.in_(ids), self._ours())
             connection.execute(mine.values(claimed_until=until))
 
     def _release(self, connection: Connection) -> None:
         columns = self._table.c
         for some in portions(sorted(self._taken)):
-            unpublished = columns.id.in_([number for number in some if number in self._unpublished])
+            ids = self._not_locked(connection, some)
+            unpublished = columns.id.in_([number for number in ids if number in self._unpublished])
             connection.execute(
                 update_by_id(self._table, connection.dialect)
-                .where(columns.id.in_(some), self._ours())
+                .where(columns.id.in_(ids), self._ours())
                 .values(
                     possible_duplicate=case((unpublished, columns.possible_duplicate), else_=1),
                     claimed_by=None,
                     claimed_until=0,
                 )
             )
+
+    def _not_locked(self, connection: Connection, ids: Sequence[int]) -> Sequence[int]:
+        """Lock and return the rows that nobody has locked, or all without SKIP LOCKED."""
+        if not skips_locked(connection):
+            return ids
+        columns = self._table.c
+        free = select(columns.id).where(columns.id.in_(ids), self._ours()).order_by(columns.id)
+        return list(connection.execute(free.with_for_update(skip_locked=True)).scalars())
 
     @property
     def _affordable(self) -> int:
