@@ -279,8 +279,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             if not stored and (left := self._window.count):
                 return left
         try:
-            _, last = yield self._call_outbox(self._backlog, deadline)
-            left = yield from self._wait_relayed(last, deadline, lambda: True)
+            left = yield from self._wait_relayed(deadline, lambda: True)
         except OutboxError:
             self._check_relayed()  # closing the outbox ends a query that takes long
             raise
@@ -302,7 +301,7 @@ class BaseOutboxChannel(BaseChannel[C]):
             stored = yield self._wait_stored(timeout)
             if stored:
                 enough = deadline - min(CLOSE_GRACE, timeout / 2)  # the rest is for rows outstanding by then
-                left = yield from self._wait_relayed(None, enough, lambda: not self.relay.ended and worth_waiting())
+                left = yield from self._wait_relayed(enough, lambda: not self.relay.ended and worth_waiting())
         except (OutboxError, TimeoutError) as error:
             if not self._outbox_closed:  # otherwise another caller has closed it, which ends a query that takes long
                 logger.error("failed to close the publisher of %r in order: %s", self.outbox, error)  # noqa: TRY400  # it says it all
@@ -317,13 +316,18 @@ class BaseOutboxChannel(BaseChannel[C]):
         finally:
             self._calls.close()
 
-    def _wait_relayed(self, last: int | None, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
-        """Wait until no row up to ``last`` is left, and return how many are left."""
+    def _wait_relayed(self, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
+        """Wait until no row is left that was stored before; return how many are left.
+
+        Other processes may store rows all the time.
+        """
         poller = BacklogPoller()
+        up_to: int | None = None
         while True:
             began = time.monotonic()
             left: int
-            left, _ = yield self._call_outbox(partial(self._backlog, last), deadline)
+            left, last = yield self._call_outbox(partial(self._backlog, up_to), deadline)
+            up_to = last if up_to is None else up_to
             now = time.monotonic()
             if not left or now >= deadline or not worth_waiting():
                 return left

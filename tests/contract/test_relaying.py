@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
+from sqlalchemy import NullPool, create_engine
 
 from reliable_mq import BrokerUnavailable, ConfigurationError, Message
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
 from reliable_mq.core.outbox import NewRow
-from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox
+from reliable_mq.outbox.sqlalchemy_table import boot_name
 from reliable_mq.sync.publisher_channel import PublisherChannel
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.tls import TLSOptions
@@ -73,6 +77,38 @@ def test_rows_wait_if_the_channel_ends_before_it_takes_them(
         assert rows(outbox.status()) == (1, 0)
         monkeypatch.undo()
         publisher.flush(20)
+
+
+class Shared(SQLAlchemyOutbox):
+    """An outbox in which another process, with a relay, stores a row after each count."""
+
+    counts = 0
+
+    def backlog(self, up_to: int | None = None) -> tuple[int, int]:
+        counted = super().backlog(up_to)
+        self.counts += 1
+        values = self._values(NewRow(Message(b""), "", "q", True, None), time.time())
+        lease = {"claimed_by": f"{boot_name(self._dialect)}another", "claimed_until": 2.0**40}
+        with self._engine.begin() as connection:  # type: ignore[union-attr]
+            connection.execute(self.table.insert(), values | lease)
+        return counted
+
+
+@pytest.mark.parametrize("call", ["close", "flush"])
+def test_no_caller_waits_for_rows_that_others_store_meanwhile(
+    broker: ScriptedBroker, new_publisher: Callable[..., Any], tmp_path: Path, call: str
+) -> None:
+    """A table that many processes share is never empty."""
+    engine = create_engine(f"sqlite:///{tmp_path}/database", poolclass=NullPool)
+    outbox = Shared(engine, create=True)
+    with new_publisher(outbox=outbox) as publisher, ThreadPoolExecutor(1) as pool:
+        publisher.publish(Message(b""), routing_key="q")
+        [published] = broker.wait_published(1)
+        ended = pool.submit(getattr(publisher, call), 60)
+        wait_until(lambda: outbox.counts > 1, timeout=20, what="the counts")
+        published.channel.ack(published.number)
+        ended.result(20)
+        publisher.close(0)  # those of the other process stay
 
 
 @pytest.mark.slow
