@@ -17,12 +17,32 @@ from reliable_mq.core.channel_setup import backend_failed
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import Endpoint
 
-__all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem"]
+__all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem", "unreachable"]
 
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
+
+
+class Unreachable(OSError):
+    """No address of a host could be connected to.
+
+    Args:
+        failures: Each address that was tried, and how it failed. At least one.
+    """
+
+    def __init__(self, failures: Sequence[tuple[str, BaseException]]) -> None:
+        super().__init__("no address could be connected to")
+        self.failures = failures
+
+
+def unreachable(host: str, failures: Sequence[tuple[str, BaseException]]) -> BaseException:
+    """Return one error for the failures of all addresses of a host, at least one."""
+    addresses = [address for address, _ in failures]
+    return failures[0][1] if addresses == [host] else Unreachable(failures)
 
 
 def broker_unavailable(
@@ -53,19 +73,28 @@ def broker_unavailable(
         permanent = not opened and refused
         otherwise = f"{'refused' if permanent else 'closed'} by the broker: {code} {text}"
     error = BrokerUnavailable(f"{endpoint}: {otherwise}", permanent=permanent)
+    if isinstance(cause, Unreachable):
+        _, cause = cause.failures[-1]
     if cause is not None:
         error.__cause__ = cause.with_traceback(None)  # the frames would keep the connection alive as long as the error
     return error
 
 
 def is_certificate_problem(cause: BaseException | None) -> bool:
-    """Return whether the broker's certificate does not verify; a retry cannot help."""
+    """Return whether the broker's certificate does not verify; a retry cannot help.
+
+    Each address of a host may have another certificate.
+    """
+    if isinstance(cause, Unreachable):
+        return all(is_certificate_problem(failure) for _, failure in cause.failures)
     return isinstance(cause, ssl.SSLCertVerificationError)
 
 
 def system_problem(cause: BaseException | None) -> str | None:
     """Return a text for an error of a socket, TLS or a name lookup; else None."""
     match cause:
+        case Unreachable(failures=failures):
+            return _at_addresses(failures)
         case ssl.SSLCertVerificationError():
             return f"the certificate does not verify: {getattr(cause, 'verify_message', None) or cause.strerror}"
         case ssl.SSLError():
@@ -80,6 +109,13 @@ def system_problem(cause: BaseException | None) -> str | None:
             return cause.strerror or str(cause) or type(cause).__name__
         case _:
             return None
+
+
+def _at_addresses(failures: Sequence[tuple[str, BaseException]]) -> str:
+    addresses: dict[str, list[str]] = {}
+    for address, failure in failures:
+        addresses.setdefault(system_problem(failure) or repr(failure), []).append(address)
+    return "; ".join(f"{text} (at {', '.join(those)})" for text, those in addresses.items())
 
 
 def is_refusal(loss: ConnectionLoss) -> bool:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
 __all__ = [
-    "ADDRESSES_TRIED",
     "TAKES_NOTHING",
     "ChannelEvents",
     "ConnectCredentials",
@@ -38,9 +37,6 @@ __all__ = [
     "do_nothing",
     "takes_nothing",
 ]
-
-ADDRESSES_TRIED: Final = 2
-"""The addresses that share the time to connect to a host: an unresponsive one leaves half of it for the next."""
 
 TAKES_NOTHING: Final = sys.maxsize
 """The size of a write buffer into which nothing can be written."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Lookup", "Lookups", "find_addresses"]
 
-#: The results of ``getaddrinfo``, or the exception that it raised.
+#: The results of ``getaddrinfo`` that can be used, or the exception that it raised.
 Found: TypeAlias = list[Any] | Exception
 _Key: TypeAlias = tuple[str, int]
 
@@ -150,7 +150,22 @@ class Lookups:
 
 
 def _resolve(host: str, port: int, flags: int = 0) -> list[Any]:
-    return socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, socket.IPPROTO_TCP, flags)
+    """Return the addresses for which the kernel makes sockets.
+
+    Raises:
+        OSError: If there is none.
+    """
+    usable, failure = [], OSError("the host name has no address")
+    for one in socket.getaddrinfo(host, port, 0, socket.SOCK_STREAM, socket.IPPROTO_TCP, flags):
+        try:
+            socket.socket(*one[:3]).close()
+        except OSError as error:  # for example, the kernel has no IPv6
+            failure = error
+        else:
+            usable.append(one)
+    if not usable:
+        raise failure
+    return usable
 
 
 _instances = each_at_fork(ForkStage.RENEW, Lookups._reset)  # noqa: SLF001  # of this module

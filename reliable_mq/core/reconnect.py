@@ -47,6 +47,7 @@ __all__ = [
     "ReconnectStop",
     "ReconnectWait",
     "is_permanent",
+    "time_for_address",
 ]
 
 #: The seconds to wait after a round, as a function of the number of rounds since the connection was lost, or a tenacity
@@ -61,6 +62,9 @@ CONNECTION_BURST: Final = 32
 CONNECTION_REFILL: Final = 2.0
 
 ADDRESSES_KEPT: Final = 64  # addresses of hosts whose last attempts are known
+LEAST_SHARES: Final = 2  # parts into which the addresses of a host divide the time to connect
+MOST_SHARES: Final = 5
+_LEAST_LEFT: Final = 0.1  # the part of the time that is left after the longest lookup
 
 MOST_UNANSWERED: Final = 8  # concurrent calls of one connection's credentials callback, each on its own thread
 
@@ -262,6 +266,21 @@ class AddressOrder:
         addresses = {(one[0], one[4]) for one in found}
         self.several = len(addresses) > len({family for family, _ in addresses})
         return sorted(found, key=lambda one: self._tried.index(one[4]) if one[4] in self._tried else -1)
+
+
+def time_for_address(connect_timeout: float, used: float, addresses: int) -> float:
+    """Return the seconds in which an address of a host must respond.
+
+    An unresponsive address leaves an equal part of the time to each of the next ones, and half of it if there is none.
+    More than `MOST_SHARES` addresses would have too little each, so the others are the first of the next attempt.
+
+    Args:
+        connect_timeout: The time to connect to the host, in seconds.
+        used: The seconds that the lookup of the addresses has taken.
+        addresses: The number of addresses.
+    """
+    left = max(connect_timeout - used, _LEAST_LEFT * connect_timeout)
+    return left / min(max(addresses, LEAST_SHARES), MOST_SHARES)
 
 
 def _check_callable(option: str, given: object, kind: type[wait_base | stop_base]) -> None:

@@ -18,6 +18,7 @@ from reliable_mq.connection.aiormq_driver.connection import Connection, Transpor
 from reliable_mq.connection.aiormq_driver.errors import Aborted, MechanismNotOffered, link_error
 from reliable_mq.connection.aiormq_driver.link import Link, LinkState, _Protocol
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
+from reliable_mq.connection.errors import unreachable
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
@@ -29,6 +30,11 @@ def certificate_error() -> ssl.SSLCertVerificationError:
     error = ssl.SSLCertVerificationError(1, "certificate verify failed")
     error.verify_message = "unable to get local issuer certificate"
     return error
+
+
+REFUSED = "::1", ConnectionRefusedError(111, "Connect call failed ('::1', 5671, 0, 0)")
+FORGED = "192.0.2.1", certificate_error()
+UNVERIFIED = "the certificate does not verify: unable to get local issuer certificate"
 
 
 def caused(error: Exception, cause: Exception) -> Exception:
@@ -71,6 +77,27 @@ def test_an_aiormq_error_becomes_one_that_names_the_host(
     assert str(error).startswith("broker.example:5671: ")
     assert text in str(error)
     assert error.permanent is permanent
+
+
+@pytest.mark.parametrize(
+    ("failures", "text", "permanent"),
+    [
+        ([REFUSED], "Connection refused (at ::1)", False),
+        ([REFUSED, ("127.0.0.1", ConnectionRefusedError(111, "x"))], "Connection refused (at ::1, 127.0.0.1)", False),
+        ([REFUSED, FORGED], f"Connection refused (at ::1); {UNVERIFIED} (at 192.0.2.1)", False),
+        ([FORGED, REFUSED], f"{UNVERIFIED} (at 192.0.2.1); Connection refused (at ::1)", False),
+        ([FORGED], f"{UNVERIFIED} (at 192.0.2.1)", True),
+        ([("broker.example", REFUSED[1])], "Connection refused", False),  # the host is an address
+    ],
+)
+def test_each_address_of_a_host_and_its_failure_are_named(
+    failures: list[tuple[str, OSError]], text: str, permanent: bool
+) -> None:
+    """Certificates that do not verify are permanent only if no address fails in another way."""
+    error = link_error(unreachable(ENDPOINT.host, failures), ENDPOINT, None, opened=False)
+    assert str(error) == f"{ENDPOINT}: {text}"
+    assert error.permanent is permanent
+    assert error.__cause__ is failures[-1][1]
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,35 @@ def test_what_pika_reports_becomes_an_error_that_names_the_host(
     assert error.__cause__ is None or error.__cause__.__traceback__ is None
 
 
+def failed(*failures: Exception) -> Exception:
+    """Wrap the failures of all addresses, as pika does."""
+    return pika_errors.AMQPConnectionError(workflow.AMQPConnectionWorkflowFailed(failures))
+
+
+TCP, TLS = workflow.AMQPConnectorSocketConnectError, workflow.AMQPConnectorTransportSetupError
+AMQP = workflow.AMQPConnectorAMQPHandshakeError
+REFUSED = TCP(ConnectionRefusedError(111, "Connection refused"))
+FORGED = TLS(certificate_error())
+UNVERIFIED = "the certificate does not verify: unable to get local issuer certificate"
+
+
+@pytest.mark.parametrize(
+    ("cause", "text", "permanent"),
+    [
+        (failed(REFUSED), "Connection refused (at a)", False),
+        (failed(REFUSED, FORGED), f"Connection refused (at a); {UNVERIFIED} (at b)", False),
+        (failed(FORGED, REFUSED, FORGED), f"{UNVERIFIED} (at a, c); Connection refused (at b)", False),
+        (failed(FORGED, FORGED), f"{UNVERIFIED} (at a, b)", True),
+        (failed(REFUSED, AMQP(pika_errors.AuthenticationError("PLAIN"))), "the broker does not offer SASL ", True),
+    ],
+)
+def test_each_address_of_a_host_and_its_failure_are_named(cause: Exception, text: str, permanent: bool) -> None:
+    """Certificates that do not verify are permanent only if no address fails in another way."""
+    error = broker_error(cause, ENDPOINT, None, opened=False, addresses=["a", "b", "c"])
+    assert str(error).startswith(f"{ENDPOINT}: {text}")
+    assert error.permanent is permanent
+
+
 LIMIT_UNKNOWN = "connection limit cannot be queried, timeout"
 UNDECIDED = "backend b returned an error: timeout"
 
@@ -164,11 +193,12 @@ class TestEventLoop:
                 loop.stop()
 
         monkeypatch.setattr(socket, "getaddrinfo", resolve)
-        cancelled = loop.services.getaddrinfo("host", 1, lambda _: results.append("cancelled"))
+        services = loop.services(lambda _: None)
+        cancelled = services.getaddrinfo("host", 1, lambda _: results.append("cancelled"))
         assert cancelled.cancel() is True
         assert cancelled.cancel() is False
-        loop.services.getaddrinfo("host", 2, got)
-        loop.services.getaddrinfo("unknown", 3, got)
+        services.getaddrinfo("host", 2, got)
+        services.getaddrinfo("unknown", 3, got)
         loop.run()
         loop.close()
         assert all(daemons)

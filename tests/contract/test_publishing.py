@@ -17,7 +17,7 @@ import time
 import tracemalloc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
@@ -1772,6 +1772,54 @@ def test_an_address_that_does_not_answer_is_followed_by_the_next(
     url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
     with socket.create_server(("127.0.0.2", broker.port)), new_publisher(url, connect_timeout=0.5) as publisher:
         publisher.publish(Message(b"x"), routing_key=KEY, timeout=10)
+
+
+class Unresponsive:
+    """A listener that drops what is sent to it, as a firewall does, because its queue of connections is full."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._listener = socket.create_server(address, backlog=0)
+        self._clients = [socket.socket() for _ in range(2)]
+        for client in self._clients:
+            client.setblocking(False)
+            client.connect_ex(address)
+
+    def __enter__(self) -> None:
+        """Do nothing more."""
+
+    def __exit__(self, *_: object) -> None:
+        for one in (self._listener, *self._clients):
+            one.close()
+
+
+def test_unresponsive_addresses_leave_time_for_the_last(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is reached in the first attempt."""
+    hosts = [f"127.0.0.{number}" for number in (2, 3, 4, 1)]
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET, (host, broker.port)) for host in hosts])
+    broker.script = acking
+    url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
+    with ExitStack() as stack:
+        for host in hosts[:3]:
+            stack.enter_context(Unresponsive((host, broker.port)))
+        with new_publisher(url, connect_timeout=1.2, reconnect_stop=lambda _: True) as publisher:
+            publisher.publish(Message(b"x"), routing_key=KEY, timeout=10)
+
+
+def test_the_failures_of_all_addresses_are_named(
+    broker: ScriptedBroker, new_publisher: NewPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = ["127.0.0.2", "127.0.0.3", "127.0.0.4"]
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET, (host, broker.port)) for host in hosts])
+    url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
+    text = r"test:\d+: no answer in time \(at 127.0.0.2\); Connection refused \(at 127.0.0.3, 127.0.0.4\)$"
+    with (
+        Unresponsive(("127.0.0.2", broker.port)),
+        pytest.raises(BrokerUnavailable, match=text),
+        new_publisher(url, connect_timeout=0.5, reconnect_stop=lambda _: True),
+    ):
+        pass
 
 
 def test_attempts_share_a_lookup_that_does_not_end(

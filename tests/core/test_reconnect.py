@@ -26,6 +26,7 @@ from reliable_mq.core.reconnect import (
     CredentialsCalls,
     ReconnectPolicy,
     is_permanent,
+    time_for_address,
 )
 from reliable_mq.errors import (
     BrokerUnavailable,
@@ -346,3 +347,11 @@ def test_the_number_of_addresses_kept_is_bounded() -> None:
     for number in range(ADDRESSES_KEPT + 1):
         order.tried((str(number), 5672))
     assert order.sort(found("1", "0")) == found("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("used", "addresses", "seconds"),
+    [(0.0, 1, 5.0), (0.0, 2, 5.0), (0.0, 4, 2.5), (2.0, 4, 2.0), (0.0, 5, 2.0), (0.0, 50, 2.0), (11.0, 2, 0.5)],
+)
+def test_the_addresses_of_a_host_share_the_time_to_connect(used: float, addresses: int, seconds: float) -> None:
+    assert time_for_address(10.0, used, addresses) == seconds

@@ -24,11 +24,12 @@ from reliable_mq.codec.frames import FRAME_OVERHEAD
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
 from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
 from reliable_mq.connection.channel import ChannelTable
-from reliable_mq.connection.interfaces import ADDRESSES_TRIED, TAKES_NOTHING
+from reliable_mq.connection.errors import unreachable
+from reliable_mq.connection.interfaces import TAKES_NOTHING
 from reliable_mq.connection.lookups import find_addresses
 from reliable_mq.core.channel_setup import ServerInfo
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.reconnect import ConnectionLoss
+from reliable_mq.core.reconnect import ConnectionLoss, time_for_address
 from reliable_mq.settings import Endpoint
 from reliable_mq.tls import server_hostname
 
@@ -260,16 +261,18 @@ class Link:
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Connect to one of the host's addresses, with TLS if the settings enable it."""
-        loop = self._loop.asyncio
-        error: Exception = OSError("the host name has no address")
+        loop, began = self._loop.asyncio, time.monotonic()
         server_name = None
         if self._settings.tls is not None:
             server_name = server_hostname(self._settings.tls, self.endpoint.host)
-        for family, _, _, _, address in self._loop.addresses.sort(await self._addresses()):
+        addresses = self._loop.addresses.sort(await self._addresses())
+        limit = time_for_address(self._settings.connect_timeout, time.monotonic() - began, len(addresses))
+        failures: list[tuple[str, BaseException]] = []
+        for family, _, _, _, address in addresses:
             self._loop.addresses.tried(address)
             stream = asyncio.StreamReader(loop=loop)
             try:
-                async with asyncio.timeout(self._settings.connect_timeout / ADDRESSES_TRIED):
+                async with asyncio.timeout(limit):
                     transport, protocol = await loop.create_connection(
                         lambda stream=stream: _Protocol(self, stream, loop),
                         host=socket.getnameinfo(address, _NUMERIC)[0],  # with the zone of a link-local address
@@ -279,10 +282,10 @@ class Link:
                         server_hostname=server_name,
                     )
             except (OSError, TimeoutError) as failure:
-                error = failure
+                failures.append((address[0], failure.with_traceback(None)))
             else:
                 return stream, asyncio.StreamWriter(transport, protocol, stream, loop)
-        raise error
+        raise unreachable(self.endpoint.host, failures)
 
     async def _addresses(self) -> list[Any]:
         """Look up the addresses of the host."""

@@ -15,9 +15,10 @@ from pika.credentials import ExternalCredentials, PlainCredentials
 from reliable_mq._util.version import client_properties
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.connection.channel import ChannelTable
-from reliable_mq.connection.interfaces import ADDRESSES_TRIED, TAKES_NOTHING
+from reliable_mq.connection.interfaces import TAKES_NOTHING
 from reliable_mq.connection.pika_driver.errors import Aborted
 from reliable_mq.core.consumer.delivery import Delivery
+from reliable_mq.core.reconnect import time_for_address
 from reliable_mq.settings import Endpoint
 from reliable_mq.tls import server_hostname
 
@@ -59,6 +60,9 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self._read_from = 0.0  # when to read again
         self._never = threading.Event()  # used to wait: a sleep has an absolute end, which a faked clock may move
         self._aborted = False
+        self._began = time.monotonic()
+        self._connect_timeout = float(parameters.socket_timeout)  # until the addresses of the host are known
+        self.addresses: list[str] = []  # of the host, in the order in which they are tried
         self._plaintext = parameters.ssl_options is None
         self._on_open = on_open
         self.on_read: Callable[[], None] | None = None
@@ -71,8 +75,14 @@ class Connection(SelectConnection):  # type: ignore[misc]
             on_open_callback=self._opened_now,
             on_open_error_callback=on_closed,
             on_close_callback=on_closed,
-            custom_ioloop=loop.services,
+            custom_ioloop=loop.services(self._addresses_found),
         )
+
+    def _addresses_found(self, addresses: list[Any]) -> None:
+        """Divide the rest of the time to connect."""
+        self.addresses = [address[0] for *_, address in addresses]
+        used = time.monotonic() - self._began
+        self.params.socket_timeout = time_for_address(self._connect_timeout, used, len(addresses))
 
     def send(self, data: bytes) -> None:
         """Send one piece, at once if the socket accepts it, else when it accepts more."""
@@ -218,7 +228,7 @@ def connection_parameters(
         heartbeat=settings.heartbeat,
         ssl_options=tls,
         connection_attempts=1,
-        socket_timeout=settings.connect_timeout / ADDRESSES_TRIED,
+        socket_timeout=settings.connect_timeout,
         stack_timeout=None,  # pika restarts it for each address; the caller limits the time of the whole attempt
         blocked_connection_timeout=None,  # a block is a state that is reported, not an error
         client_properties=client_properties(settings.connection_name or name, f"pika {pika.__version__}"),

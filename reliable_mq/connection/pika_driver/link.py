@@ -111,7 +111,11 @@ class Link:
             return
         self._over = True
         error = broker_error(
-            connection.broken_by or cause, self.endpoint, connection.closed_with, opened=connection.was_open
+            connection.broken_by or cause,
+            self.endpoint,
+            connection.closed_with,
+            opened=connection.was_open,
+            addresses=connection.addresses,
         )
         code, text = connection.closed_with or (None, str(error))
         self._events.link_closed(

@@ -75,8 +75,15 @@ class EventLoop:
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._loop = _GuardedLoop(on_error)
         self.addresses = AddressOrder()
-        self.services = _IOServices(self._loop, self.addresses)
+        self._timers = SelectorIOServicesAdapter(self._loop)
         self.on_error = on_error
+
+    def services(self, on_found: Callable[[list[Any]], None]) -> SelectorIOServicesAdapter:
+        """Return pika's I/O services for one attempt to connect.
+
+        `on_found` is called with the addresses of the host, in the order in which they will be tried.
+        """
+        return _IOServices(self._loop, self.addresses, on_found)
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop. Thread-safe without a lock; costs one wake-up write."""
@@ -92,7 +99,7 @@ class EventLoop:
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
         """Run `fn` on the loop in `delay` seconds."""
-        handle: TimerHandle = self.services.call_later(max(0.0, delay), fn)
+        handle: TimerHandle = self._timers.call_later(max(0.0, delay), fn)
         return handle
 
     def run(self) -> None:
@@ -179,32 +186,21 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
     across links.
     """
 
-    def __init__(self, loop: _GuardedLoop, addresses: AddressOrder) -> None:
+    def __init__(self, loop: _GuardedLoop, order: AddressOrder, on_found: Callable[[list[Any]], None]) -> None:
         super().__init__(loop)
         self._call_soon = loop.add_callback_threadsafe
-        self._addresses = addresses
+        self._order = order
+        self._on_found = on_found
 
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Callable[[Any], None]) -> Any:
-        self._addresses.tried(resolved_addr)
+        self._order.tried(resolved_addr)
         return super().connect_socket(sock, resolved_addr, on_done)
 
     def getaddrinfo(self, host: str, port: int, on_done: Callable[[Any], None], **_: int) -> Lookup:
         def found(result: Any) -> None:
-            on_done(self._usable(result) if isinstance(result, list) else result)
+            if isinstance(result, list):
+                result = self._order.sort(result)
+                self._on_found(result)
+            on_done(result)
 
         return find_addresses(host, port, found, self._call_soon)
-
-    def _usable(self, found: list[Any]) -> list[Any] | OSError:
-        """Return the addresses to try, in order; an error if there is none.
-
-        An attempt of pika ends at an address for which it cannot make a socket.
-        """
-        usable, failure = [], OSError("the host name has no address")
-        for one in self._addresses.sort(found):
-            try:
-                socket.socket(*one[:3]).close()
-            except OSError as error:  # for example, the kernel has no IPv6
-                failure = error
-            else:
-                usable.append(one)
-        return usable or failure
