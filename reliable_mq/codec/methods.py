@@ -38,6 +38,7 @@ __all__ = [
     "CONNECTION_UNBLOCKED",
     "PUBLISH",
     "STREAM_OFFSET",
+    "UPDATE_SECRET",
     "Arguments",
     "Bind",
     "Cancel",
@@ -222,6 +223,7 @@ CONNECTION_TUNE: Final = (10, 30)
 CONNECTION_CLOSED: Final = (10, 50)
 CONNECTION_BLOCKED: Final = (10, 60)
 CONNECTION_UNBLOCKED: Final = (10, 61)
+UPDATE_SECRET: Final = (10, 70)
 CONNECTION_SECRET_UPDATED: Final = (10, 71)
 CHANNEL_OPEN_OK: Final = (20, 11)
 CHANNEL_CLOSED: Final = (20, 40)
@@ -328,14 +330,16 @@ def decode_close(frame: bytes) -> tuple[int, str]:
 
 
 def decode_closing_method(frame: bytes) -> tuple[int, int]:
-    """Return the method over which the broker closed a channel, (0, 0) for none.
+    """Return the method over which the broker closed a channel or the connection.
+
+    (0, 0) stands for none.
 
     Raises:
         CodecError: If the frame is broken.
     """
     _, end = _short_string(frame, _ARGUMENTS + 2)
     if end + _INDEX.size >= len(frame):
-        raise CodecError("truncated channel.close")
+        raise CodecError("truncated close")
     class_id, method_id = _INDEX.unpack_from(frame, end)
     return class_id, method_id
 
@@ -356,7 +360,7 @@ def encode_channel_close_ok(channel: int) -> bytes:
 def encode_update_secret(secret: str, reason: str) -> bytes:
     """Encode ``connection.update-secret`` with another token."""
     token = secret.encode()
-    return method_frame(0, 10, 70, _UINT32.pack(len(token)) + token + encode_short_string(reason, "reason"))
+    return method_frame(0, *UPDATE_SECRET, _UINT32.pack(len(token)) + token + encode_short_string(reason, "reason"))
 
 
 def negotiated(frame: bytes, *, channel_max: int, frame_max: int) -> tuple[bytes, Tune]:

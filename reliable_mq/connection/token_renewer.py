@@ -21,7 +21,6 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import methods
 from reliable_mq.connection.channel import Arrivals
-from reliable_mq.connection.errors import is_refusal
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.statistics import TokenStatistics
 from reliable_mq.core.token_renewal import RenewalState, TokenRenewal
@@ -108,7 +107,7 @@ class TokenRenewer:
             self._await_answer(self._link)
 
     def lost(self, loss: ConnectionLoss | None = None) -> bool:
-        """Forget the connection. Return whether the broker ended it to refuse a token.
+        """Forget the connection. Return whether the broker ended it over a new token.
 
         ``loss`` is given if the broker or the network ended it.
         """
@@ -117,7 +116,7 @@ class TokenRenewer:
             self._timer = None
         self._link = None
         unanswered = self._renewal.lost()
-        if not unanswered or loss is None or not is_refusal(loss):
+        if not unanswered or loss is None or loss.over != methods.UPDATE_SECRET:
             return False
         self.statistics.refused += 1
         logger.error(

@@ -80,6 +80,7 @@ class ConnectionLoss:
     text: str  # the reply text of the broker, or a reason of this package
     scope: Literal["channel", "connection"]  # whether the connection was lost too
     by_broker: bool  # True if the broker closed it with a code; False after a reset, missed heartbeat, `discard`, ...
+    over: tuple[int, int] = (0, 0)  # the method over which the broker closed the connection, if it named one
 
 
 class ReconnectPolicy:

@@ -152,11 +152,11 @@ class Link:
         if not self.aborted:
             self.reader.feed(methods.method_frame(channel, *method, arguments))
 
-    def lose(self, code: int | None = None) -> None:
+    def lose(self, code: int | None = None, over: tuple[int, int] = (0, 0)) -> None:
         """Close the socket."""
         if not self.over:
             self.over = True
-            loss = ConnectionLoss(code, "gone", "connection", by_broker=code is not None)
+            loss = ConnectionLoss(code, "gone", "connection", by_broker=code is not None, over=over)
             self.events.link_closed(self, BrokerUnavailable("gone"), loss)
             self.on_read()  # a read may cause the loss
 
@@ -372,11 +372,11 @@ class ConnectorMachine(RuleBasedStateMachine):
         assert self.owner.reads - reads == (self.state is ConnectionState.READY)
 
     @rule(code=st.sampled_from([None, 320, 541]), which=st.integers(0, 3))
-    def lose_link(self, code: int | None, which: int) -> None:
+    def lose_link(self, code: int | None, which: int, over: tuple[int, int] = (0, 0)) -> None:
         alive = [link for link in self.links if not link.over]
         if alive:
             link = alive[which % len(alive)]
-            self.loop.guard(lambda: link.lose(code))
+            self.loop.guard(lambda: link.lose(code, over))
             self.loop.turn()
 
     @precondition(lambda self: self.link is not None and self.link.opened)
@@ -612,7 +612,7 @@ def test_a_token_refused_during_a_set_up_refuses_no_step() -> None:
             assert machine.state is ConnectionState.SETTING_UP
             errors: list[Any] = []
             machine.owner.failed = lambda error, _will_retry: errors.append(error)  # type: ignore[method-assign]
-            machine.lose_link(530, which=-1)
+            machine.lose_link(530, which=-1, over=UPDATE_SECRET)
             assert [error.permanent for error in errors] == [False]
     finally:
         machine.teardown()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from reliable_mq.codec.methods import encode_update_secret
+from reliable_mq.codec.methods import UPDATE_SECRET, encode_update_secret
 from reliable_mq.connection import token_renewer as renewer_module
 from reliable_mq.connection.token_renewer import TokenRenewer
 from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
@@ -70,12 +70,18 @@ def test_a_token_that_comes_after_connect_timeout_is_sent(monkeypatch: pytest.Mo
     assert renewal.renewer.statistics == TokenStatistics(accepted=1, failed=2)
 
 
-@pytest.mark.parametrize(("code", "refused"), [(530, True), (320, False)], ids=["refusal", "shutdown"])
-def test_a_broker_that_shuts_down_refuses_no_token(monkeypatch: pytest.MonkeyPatch, code: int, refused: bool) -> None:
+@pytest.mark.parametrize(
+    ("code", "over", "refused"),
+    [(530, UPDATE_SECRET, True), (403, UPDATE_SECRET, True), (320, (0, 0), False), (541, (60, 40), False)],
+    ids=["refusal", "another", "shutdown", "failure"],
+)
+def test_only_a_close_over_the_new_token_refuses_it(
+    monkeypatch: pytest.MonkeyPatch, code: int, over: tuple[int, int], refused: bool
+) -> None:
     renewal = Renewal(monkeypatch, takes=0.1)
     renewal.loop.pass_time(RENEWED_AFTER + 0.2)
     assert len(renewal.sent) == 1
-    assert renewal.renewer.lost(ConnectionLoss(code, "text", "connection", by_broker=True)) is refused
+    assert renewal.renewer.lost(ConnectionLoss(code, "text", "connection", by_broker=True, over=over)) is refused
     assert renewal.renewer.statistics == TokenStatistics(refused=int(refused))
 
 

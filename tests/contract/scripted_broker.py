@@ -225,8 +225,8 @@ class Connection(threading.Thread):
         """Send no more, and stay connected."""
         self._client.shutdown(socket.SHUT_WR)
 
-    def close(self, code: int, text: str) -> None:
-        self.send(commands.Connection.Close(code, text, 0, 0))
+    def close(self, code: int, text: str, over: tuple[int, int] = (0, 0)) -> None:
+        self.send(commands.Connection.Close(code, text, *over))
 
     def block(self, reason: str) -> None:
         self.send(commands.Connection.Blocked(reason))
@@ -280,7 +280,7 @@ class Connection(threading.Thread):
             if number:
                 self.channels[number].close(*refusal, over=value)
             else:
-                self.close(*refusal)
+                self.close(*refusal, over=divmod(value.index, 1 << 16))
             return
         if number == 0:
             self._take_of_connection(value)

@@ -12,7 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from reliable_mq import BrokerUnavailable, Message, Queue, RetryPolicy
-from reliable_mq.codec.methods import CheckQueue, QueueState
+from reliable_mq.codec.methods import UPDATE_SECRET, CheckQueue, QueueState
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.testing.waiting import wait_until
@@ -133,6 +133,26 @@ def test_a_reconnect_does_not_wait_for_an_earlier_renewal_call(
             release.set()
         publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
     assert "not ready within" not in caplog.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("refused", [True, False])
+def test_a_refused_token_is_told_from_another_end(
+    broker: ScriptedBroker, new_publisher: NewPublisher, caplog: pytest.LogCaptureFixture, refused: bool
+) -> None:
+    """The connection ends while a new token is on its way. The next connection takes another one."""
+    broker.script = acking
+    broker.secrets_unanswered = True
+    issuer = Issuer()
+    with new_publisher(f"amqp://127.0.0.1:{broker.port}/", credentials=issuer, name="shop") as publisher:
+        publisher.publish(Message(b"1"), routing_key="orders", timeout=20)
+        broker.wait(lambda: renewals(broker) == 1, "a renewal")
+        assert issuer.calls == 2
+        over = UPDATE_SECRET if refused else (0, 0)
+        broker.connection.close(530, "NOT_ALLOWED - vhost '/' was deleted or the secret was refused", over)
+        publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
+        assert issuer.calls == 3
+    assert ("the broker refused the renewed token and closed the connection: 530" in caplog.text) is refused
 
 
 @pytest.mark.slow

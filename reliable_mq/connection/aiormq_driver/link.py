@@ -94,6 +94,7 @@ class Link:
         self._state = LinkState.NEW
         self._aborted: Aborted | None = None
         self._closed_with: tuple[int, str] | None = None
+        self._closed_over = (0, 0)
         self._heartbeat_at = 0.0  # when aiormq last got a heartbeat in place of content
         self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
@@ -232,7 +233,7 @@ class Link:
             cause = Aborted("no heartbeat: the connection is dead")
         error = link_error(self._aborted or cause, self.endpoint, self._closed_with, opened=opened)
         code, text = self._closed_with or (None, str(error))
-        loss = ConnectionLoss(code, text, "connection", self._closed_with is not None)
+        loss = ConnectionLoss(code, text, "connection", self._closed_with is not None, over=self._closed_over)
         self._loop.guard(self._events.link_closed, self, error, loss)
 
     def _check_for_stall(self, due: float) -> None:
@@ -402,7 +403,7 @@ class Link:
                 self._reader.agree(self._tune.frame_max)
                 self._channels.channel_max = self._tune.channel_max
             elif method == methods.CONNECTION_CLOSED:
-                self._closed_with = methods.decode_close(frame)
+                self._closed_with, self._closed_over = methods.decode_close(frame), methods.decode_closing_method(frame)
             self._pass_on(frame)
 
 

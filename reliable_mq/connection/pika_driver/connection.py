@@ -54,6 +54,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
         self.channels = ChannelTable(self.send, self.reader)
         self.closed_with: tuple[int, str] | None = None
+        self.closed_over = (0, 0)
         self.was_open = False
         self.broken_by: BaseException | None = None
         self._report_error = loop.on_error
@@ -192,7 +193,7 @@ class Connection(SelectConnection):  # type: ignore[misc]
             self._on_secret_updated()
             return
         if method == methods.CONNECTION_CLOSED:
-            self.closed_with = methods.decode_close(data)
+            self.closed_with, self.closed_over = methods.decode_close(data), methods.decode_closing_method(data)
         try:
             _, value = frame.decode_frame(data)
         except Exception as error:  # noqa: BLE001  # pika's decoder raises whatever struct, dict and codecs raise

@@ -118,6 +118,6 @@ class Link:
             addresses=connection.addresses,
         )
         code, text = connection.closed_with or (None, str(error))
-        self._events.link_closed(
-            self, error, ConnectionLoss(code, text, "connection", connection.closed_with is not None)
-        )
+        by_broker = connection.closed_with is not None
+        loss = ConnectionLoss(code, text, "connection", by_broker, over=connection.closed_over)
+        self._events.link_closed(self, error, loss)
