@@ -252,10 +252,13 @@ class KillSwitch:
         if not is_number(self.share) or not 0 < self.share <= 1:
             raise ConfigurationError(f"share must be a number above 0, up to 1, not {self.share!r}")
         whole_number("minimum", self.minimum, 1)
-        seconds("window", self.window, positive=True)
         pause = seconds("pause", self.pause, positive=True)
-        if seconds("longest_pause", self.longest_pause, positive=True) < pause:
+        longest_pause = seconds("longest_pause", self.longest_pause, positive=True)
+        if longest_pause < pause:
             raise ConfigurationError(f"longest_pause is below pause: {self.longest_pause!r} and {self.pause!r}")
+        object.__setattr__(self, "window", seconds("window", self.window, positive=True))
+        object.__setattr__(self, "pause", pause)
+        object.__setattr__(self, "longest_pause", longest_pause)
 
 
 def _ask(backoff: Backoff, attempt: int) -> float:

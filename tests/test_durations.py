@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
+from reliable_mq import KillSwitch, Queue
 from reliable_mq._util.validation import seconds
+from reliable_mq.deadletters import Filter
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOGIN = Credentials("user", "password")
 
 
 @pytest.mark.parametrize(
@@ -33,3 +42,21 @@ def test_zero_is_refused_where_a_positive_duration_is_needed(given: float | time
     """Zero is a duration, but some waits must be positive."""
     with pytest.raises(ConfigurationError, match="above 0"):
         seconds("interval", given, positive=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda given: ConnectionSettings(endpoints=(Endpoint("h", 1),), credentials=LOGIN, connect_timeout=given),
+        lambda given: Credentials("user", "token", expires_in=given),
+        lambda given: Filter(older_than=given, newer_than=given),
+        lambda given: KillSwitch(window=given, pause=given, longest_pause=given),
+        lambda given: Queue("q", message_ttl=given),
+        lambda given: Queue("q", delayed_retry=(given, given)),
+        lambda given: Queue("q", type="stream", max_age=given),
+    ],
+)
+def test_equal_durations_make_equal_objects(make: Callable[[float | timedelta], object]) -> None:
+    """A topology, for example, may contain a queue twice only if the two are equal."""
+    assert make(timedelta(seconds=5)) == make(5) == make(5.0)
+    assert repr(make(timedelta(seconds=5))) == repr(make(5))

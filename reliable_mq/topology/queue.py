@@ -187,12 +187,16 @@ class Queue:
             value = getattr(self, argument.field)
             if argument.field_range is not None and value is not None:
                 whole_number(f"{argument.field} of queue {self.name!r}", value, *argument.field_range)
-        if self.message_ttl is not None and seconds("message_ttl", self.message_ttl) > _LONGEST_TTL:
-            raise self._error("message_ttl", f"must be at most {_LONGEST_TTL} seconds (ten years)")
+        if self.message_ttl is not None:
+            lifetime = seconds("message_ttl", self.message_ttl)
+            if lifetime > _LONGEST_TTL:
+                raise self._error("message_ttl", f"must be at most {_LONGEST_TTL} seconds (ten years)")
+            object.__setattr__(self, "message_ttl", lifetime)
         if self.max_age is not None:
             age = seconds("max_age", self.max_age, positive=True)
             if age != int(age) or age > _LONGEST_AGE:
                 raise self._error("max_age", f"must be whole seconds, not {self.max_age!r}")
+            object.__setattr__(self, "max_age", age)
 
     def _check_delayed_retry(self) -> None:
         given: object = self.delayed_retry
