@@ -93,7 +93,7 @@ _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
 #: Arguments of a `Consume` that a stream refuses. The priority is the default of other queues.
 NO_STREAM: Final = {"x-priority": 0}
 _MOST_DIFFERENCES = 24  # maximum rounds of a comparison, each of which costs a channel
-# RabbitMQ has no code for a queue that exists and does not run, only texts, which it cuts at 255 characters. AMQP is up
+# RabbitMQ has no code for a queue that exists and does not run, only texts, which it cuts at 255 bytes. AMQP is up
 # before the replicas of streams and quorum queues are.
 _NO_REPLICA = "PRECONDITION_FAILED - stream queue '"
 _AWAY = (

@@ -73,7 +73,8 @@ class ManagementAPI:
     def at(cls, url: str, settings: ConnectionSettings, *, option: str) -> Self:
         """Return the API at ``http[s]://[user:password@]host[:port][/prefix]``.
 
-        A URL without a user uses the credentials of `settings`.
+        A URL without a user uses the credentials of `settings`. On a host of the AMQP connection, TLS verifies the same
+        name as for AMQP.
 
         Args:
             url: The URL in the form above.
@@ -84,13 +85,15 @@ class ManagementAPI:
             ConfigurationError: If the URL is invalid, or there is no user.
         """
         parts, host, credentials = _checked(url, settings, option)
+        shares_host = any(host == each.host.lower() for each in settings.endpoints)
+        options = settings.tls if shares_host else None
         return cls(
             parts.scheme,
             host,
             parts.port or _PORTS[parts.scheme],
             credentials or settings.resolve_credentials(),
             context=_context(settings) if parts.scheme == "https" else None,
-            server_name=server_hostname(TLSOptions(), host),
+            server_name=server_hostname(options or TLSOptions(), host),
             prefix=quote(parts.path.rstrip("/"), safe=_PATH),
         )
 

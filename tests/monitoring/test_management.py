@@ -121,6 +121,17 @@ def test_the_server_name_of_amqp_is_verified_beside_amqp(
             unnamed.get("queues")
 
 
+def test_the_server_name_of_amqp_is_verified_on_its_hosts(authority: Authority) -> None:
+    """A tunnel ends at an address, and the certificate is for the name of the broker."""
+    amqp = f"cacertfile={authority.file}&server_name_indication=rabbit.internal"
+    there, elsewhere = (parse_url(f"amqps://user:secret@{host}/?{amqp}") for host in ("127.0.0.1", "192.0.2.1"))
+    with answering(json_of("[]"), authority.issue("api", "rabbit.internal")) as served:
+        url = f"https://127.0.0.1:{served.port}"
+        assert ManagementAPI.at(url, there, option="url").get("queues") == []
+        with pytest.raises(ManagementError, match=r"certificate does not verify: .*'127.0.0.1'"):
+            ManagementAPI.at(url, elsewhere, option="url").get("queues")
+
+
 def test_a_path_is_sent_as_a_browser_sends_it() -> None:
     paths: list[str] = []
 
