@@ -204,7 +204,7 @@ class _Writing:
     def _drained(self) -> None:
         self.transport.write(b"more")
 
-    def _transport_lost(self, cause: BaseException | None) -> None:
+    def _transport_lost(self, _stream: asyncio.StreamReader, cause: BaseException | None) -> None:
         self.lost.append(cause)
         self.ended.set()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import socket
 import threading
 import time
 import tracemalloc
@@ -43,6 +44,7 @@ from reliable_mq.engine import publisher as engine_publisher
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import until
+from tests.contract.test_publishing import let_resolve
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
@@ -99,6 +101,36 @@ class Beating(threading.Thread):
     def __exit__(self, *exc_info: object) -> None:
         self._over.set()
         self.join(5)
+
+
+def test_an_address_that_connects_too_late_ends_no_connection(
+    broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of an address ends just when it is connected. The event loop closes it; the next one is in use."""
+    let_resolve(monkeypatch, "rabbit.test", [(socket.AF_INET, (f"127.0.0.{one}", broker.port)) for one in (2, 1)])
+    broker.script = acking
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        connect = loop.create_connection
+        late: list[asyncio.Transport] = []
+
+        async def create_connection(*arguments: Any, **options: Any) -> Any:
+            transport, protocol = await connect(*arguments, **options)
+            if late:
+                return transport, protocol
+            late.append(transport)
+            transport.close()
+            raise TimeoutError
+
+        monkeypatch.setattr(loop, "create_connection", create_connection)
+        with socket.create_server(("127.0.0.2", broker.port)):
+            url = f"amqp://guest:guest@rabbit.test:{broker.port}/"
+            async with AsyncPublisher(url, reconnect_stop=lambda _: True) as publisher:
+                await publisher.publish(Message(b"x"), routing_key="q")
+                assert len(broker.connections) == 1
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

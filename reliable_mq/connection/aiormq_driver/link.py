@@ -284,6 +284,7 @@ class Link:
                     )
             except (OSError, TimeoutError) as failure:
                 failures.append((address[0], failure.with_traceback(None)))
+                self._forget_transport()
             else:
                 return stream, asyncio.StreamWriter(transport, protocol, stream, loop)
         raise unreachable(self.endpoint.host, failures)
@@ -306,19 +307,27 @@ class Link:
         addresses: list[Any] = result
         return addresses
 
+    def _forget_transport(self) -> None:
+        """Abort a transport that was made just when the time of its address was over."""
+        transport, self._transport, self._stream = self._transport, None, None
+        if transport is not None:
+            transport.abort()
+
     def _transport_made(self, transport: asyncio.Transport, stream: asyncio.StreamReader) -> None:
         transport.set_write_buffer_limits(_PAUSE_BYTES, _RESUME_BYTES)
         self._transport, self._stream = transport, stream
         if self._aborted is not None:
             transport.abort()
 
-    def _stream_ended(self) -> None:
+    def _stream_ended(self, stream: asyncio.StreamReader) -> None:
         """Abort an open link, whose unsent bytes would keep the transport."""
-        if self._state is LinkState.OPEN and self._transport is not None:
+        if stream is self._stream and self._state is LinkState.OPEN and self._transport is not None:
             self._transport.abort()
 
-    def _transport_lost(self, cause: BaseException | None) -> None:
+    def _transport_lost(self, stream: asyncio.StreamReader, cause: BaseException | None) -> None:
         """Report the loss, unless the handshake will fail with a more precise error."""
+        if stream is not self._stream:  # of a transport that was forgotten
+            return
         if self._state is LinkState.OPEN:
             self._report_closed(cause)
         self._end_now()
@@ -424,7 +433,7 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
     def eof_received(self) -> bool | None:
         # Later: asyncio's TLS may still read from its buffer, and fails if the transport was aborted meanwhile.
-        asyncio.get_running_loop().call_soon(self._link._stream_ended)  # noqa: SLF001
+        asyncio.get_running_loop().call_soon(self._link._stream_ended, self._stream)  # noqa: SLF001
         return super().eof_received()
 
     def resume_writing(self) -> None:
@@ -434,4 +443,4 @@ class _Protocol(asyncio.StreamReaderProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._link._transport_lost(exc)  # noqa: SLF001
+        self._link._transport_lost(self._stream, exc)  # noqa: SLF001
