@@ -9,7 +9,8 @@ answered after the chunk's first message is therefore answered after all of the 
 
 Invariants:
 
-- Deliveries come in the order of the broker, and none after their channel is lost.
+- Deliveries come in the order of the broker, and none after their channel is lost. A step on a later channel is an
+  error while subscriptions are left.
 - Memory is bounded by the prefetch. A wait ends with its event, at its deadline, or with the connection.
 - An end is one more than an offset that was seen, never a guess.
 - Nothing is consumed from a queue that is not a stream, because RabbitMQ refuses an offset for it.
@@ -22,6 +23,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import partial
 from typing import Any, Final
 
 from reliable_mq._util.logs import get_logger
@@ -32,9 +34,11 @@ from reliable_mq.codec.methods import (
     Cancel,
     CheckQueue,
     Consume,
+    MethodReply,
     QueueState,
     ReplyCode,
     SetPrefetch,
+    Step,
 )
 from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
 from reliable_mq.core.reconnect import MOST_UNANSWERED, ConnectionLoss
@@ -166,19 +170,41 @@ class StreamChannel(AdminChannel):
             )
             taken = arrived()
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag not in of] if of else []
-            if not taken and self._loss is not None:
-                raise BrokerUnavailable(f"the channel is lost: {self._loss.text}")
-            if not taken and self._cancelled:
-                raise BrokerUnavailable("the broker ended the subscription: the stream was deleted or moved")
+            if not taken:
+                self._check_lost()
         return taken
+
+    def carry_out(self, step: Step) -> MethodReply:
+        """Perform a step on the channel of the subscriptions.
+
+        Raises:
+            BrokerUnavailable: Also if a subscription was lost before the reply. A reply on the next channel, perhaps of
+                another node, says nothing about the deliveries of this one.
+        """
+        reply = super().carry_out(step)
+        with self._lock:
+            if self._subscribed:
+                self._check_lost()
+        return reply
 
     def ack(self, delivery_tag: int) -> None:
         """Ack up to this delivery, so that the broker sends more. Does not wait."""
         with self._lock:
             self._acked = delivery_tag
-        self._io.call_soon(lambda: self._io.write(encode_ack(self._channel, delivery_tag, multiple=True)))
+        self._io.call_soon(partial(self._write_ack, delivery_tag))
+
+    def _check_lost(self) -> None:
+        if self._loss is not None:
+            raise BrokerUnavailable(f"the channel is lost: {self._loss.text}")
+        if self._cancelled:
+            raise BrokerUnavailable("the broker ended the subscription: the stream was deleted or moved")
 
     # On the I/O thread
+
+    def _write_ack(self, delivery_tag: int) -> None:
+        """Send an ack, unless its channel is lost: the broker would close the next one over an unknown tag."""
+        if self._loss is None:
+            self._io.write(encode_ack(self._channel, delivery_tag, multiple=True))
 
     def _performed(self, outcome: list[Any], result: object) -> None:
         """Show arrived deliveries to the caller before the reply that it waits for."""

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from reliable_mq.codec import RawDelivery, join_properties
+from reliable_mq.codec.methods import CheckQueue, Consume, QueueState, Step
 from reliable_mq.core.reconnect import ConnectionLoss
-from reliable_mq.spark.stream_broker import StreamChannel, first_offsets_and_next
+from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets_and_next
+from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.url import parse_url
 
+LOST = ConnectionLoss(None, "connection reset", "connection", by_broker=False)
 
-def delivery(table: bytes | None) -> RawDelivery:
-    return RawDelivery("", 1, False, "", "", join_properties({} if table is None else {"headers": table}), b"")
+
+def delivery(table: bytes | None, consumer_tag: str = "") -> RawDelivery:
+    properties = join_properties({} if table is None else {"headers": table})
+    return RawDelivery(consumer_tag, 1, False, "", "", properties, b"x")
 
 
 def table(*entries: bytes) -> bytes:
@@ -34,3 +45,34 @@ def test_a_query_that_names_all_offsets_subscribes_to_nothing() -> None:
     channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
     channel.lost(1, ConnectionLoss(404, "NOT_FOUND - no queue 'orders-3'", "channel", by_broker=True))
     assert first_offsets_and_next(channel, (), (), 0.0) == ({}, {})
+
+
+def test_a_reply_of_the_next_connection_ends_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a part of the last chunk would be taken for the whole chunk."""
+    channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
+
+    def perform(_: AdminChannel, step: Step) -> QueueState:
+        if isinstance(step, Consume | CheckQueue):
+            channel.delivered([delivery(table(OFFSET), "spark-1")])
+            channel.read_finished()
+        if isinstance(step, CheckQueue):
+            channel.lost(1, LOST)
+        return QueueState("events", 12, 0)
+
+    monkeypatch.setattr(AdminChannel, "perform", perform)
+    with pytest.raises(BrokerUnavailable, match="the channel is lost: connection reset"):
+        end_of(channel, "events", 1.0)
+    assert not channel.usable
+
+
+def test_an_ack_of_a_lost_channel_is_not_sent_on_the_next() -> None:
+    """The broker would close that channel, since it does not know the delivery."""
+    channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
+    sent: list[bytes] = []
+    io: Any = SimpleNamespace(call_soon=lambda call: call(), write=sent.append)
+    channel._io = io
+    channel.ack(1)
+    assert len(sent) == 1
+    channel.lost(1, LOST)
+    channel.ack(2)
+    assert len(sent) == 1
