@@ -171,6 +171,18 @@ def test_a_range_is_read_exactly_over_lost_connections(
     assert not cuts
 
 
+def test_a_task_outlives_a_connection_lost_as_it_subscribes(
+    vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RabbitMQ refuses a subscription on the next connection, which has no prefetch."""
+    monkeypatch.setattr(stream_reader, "_BETWEEN_ATTEMPTS", 0.0)
+    publish(vhost, 10)
+    proxy = fault_proxy(vhost.url)
+    for _ in range(20):
+        proxy.cut_after(1, "to_client", of="basic.qos-ok")
+        assert read(RangeReader(options(proxy.url), StreamRange("events", 0, 10), COLUMNS)) == numbered(0, 10)
+
+
 def test_slow_row_processing_does_not_use_up_broker_patience(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

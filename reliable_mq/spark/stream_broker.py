@@ -40,7 +40,7 @@ from reliable_mq.codec.methods import (
     SetPrefetch,
     Step,
 )
-from reliable_mq.core.channel_setup import ServerInfo, StepRefused, is_away, refusal
+from reliable_mq.core.channel_setup import ServerInfo, StepGenerator, StepRefused, is_away, refusal
 from reliable_mq.core.reconnect import MOST_UNANSWERED, ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError, rows
@@ -108,18 +108,19 @@ class StreamChannel(AdminChannel):
         """
         self._tags += 1
         tag = f"spark-{self._tags}"
-        self.carry_out(SetPrefetch(prefetch))
         if not self._subscribed:
             with self._lock:
                 self._loss, self._cancelled = None, False
+        step = Consume(stream, tag, arguments={**(arguments or {}), STREAM_OFFSET: offset})
         try:
-            self.perform(Consume(stream, tag, arguments={**(arguments or {}), STREAM_OFFSET: offset}))
+            self._run(_subscription(prefetch, step), "Consume")
         except StepRefused as refused:
             if refused.code == ReplyCode.PRECONDITION_FAILED and STREAM_OFFSET in refused.text:
                 raise ConfigurationError(
                     f"{stream!r} is not a stream: read it with the option queue ({refused.text})"
                 ) from refused
-            raise refusal(Consume(stream, tag), refused) from refused
+            raise refusal(step, refused) from refused
+        self._check_subscriptions()
         self._subscribed.add(tag)
         return tag
 
@@ -182,9 +183,7 @@ class StreamChannel(AdminChannel):
                 another node, says nothing about the deliveries of this one.
         """
         reply = super().carry_out(step)
-        with self._lock:
-            if self._subscribed:
-                self._check_lost()
+        self._check_subscriptions()
         return reply
 
     def ack(self, delivery_tag: int) -> None:
@@ -192,6 +191,11 @@ class StreamChannel(AdminChannel):
         with self._lock:
             self._acked = delivery_tag
         self._io.call_soon(partial(self._write_ack, delivery_tag))
+
+    def _check_subscriptions(self) -> None:
+        if self._subscribed:
+            with self._lock:
+                self._check_lost()
 
     def _check_lost(self) -> None:
         if self._loss is not None:
@@ -202,7 +206,10 @@ class StreamChannel(AdminChannel):
     # On the I/O thread
 
     def _write_ack(self, delivery_tag: int) -> None:
-        """Send an ack, unless its channel is lost: the broker would close the next one over an unknown tag."""
+        """Send an ack, unless its channel is lost.
+
+        The broker would close the next channel, which does not know the delivery.
+        """
         if self._loss is None:
             self._io.write(encode_ack(self._channel, delivery_tag, multiple=True))
 
@@ -239,6 +246,15 @@ class StreamChannel(AdminChannel):
                 self._arrived += self._arriving
                 self._changed.notify_all()
             self._arriving = []
+
+
+def _subscription(prefetch: int, consume: Consume) -> StepGenerator:
+    """Subscribe on one channel.
+
+    RabbitMQ refuses to read a stream on a channel that has set no prefetch.
+    """
+    yield SetPrefetch(prefetch)
+    yield consume
 
 
 def from_host(settings: ConnectionSettings, number: int) -> ConnectionSettings:

@@ -18,7 +18,7 @@ from reliable_mq._util.threads import Condition
 from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
 from reliable_mq.connection.channel import Arrivals
 from reliable_mq.connection.interfaces import NullListener
-from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, refusal
+from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepGenerator, StepRefused, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, UsageError
 from reliable_mq.settings import ConnectionSettings
@@ -97,14 +97,7 @@ class AdminChannel(NullListener):
             BrokerUnavailable: If the connection is lost.
             UsageError: If called outside of the ``with`` block.
         """
-        self._wait_ready()
-        outcome: list[Any] = []
-        self._io.call_soon(lambda: self._io.run(_one(step), partial(self._performed, outcome)))
-        with self._lock:
-            self._wait_for_reply(type(step).__name__, lambda: outcome, self._timeout)
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        reply: MethodReply | tuple[MethodReply, ...] = outcome[0]
+        reply: MethodReply | tuple[MethodReply, ...] = self._run(_one(step), type(step).__name__)
         return reply
 
     def carry_out(self, step: Step) -> MethodReply:
@@ -143,6 +136,17 @@ class AdminChannel(NullListener):
         if not isinstance(state, QueueState):
             raise TypeError(f"the reply to {step} is {state!r}")
         return state
+
+    def _run(self, steps: StepGenerator, name: str) -> Any:
+        """Perform steps, all on one channel, and return the result of the generator."""
+        self._wait_ready()
+        outcome: list[Any] = []
+        self._io.call_soon(lambda: self._io.run(steps, partial(self._performed, outcome)))
+        with self._lock:
+            self._wait_for_reply(name, lambda: outcome, self._timeout)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
 
     def _wait_for_reply(self, method: str, replied: Callable[[], object], timeout: float) -> None:
         """Wait for the replies of the broker, while the lock is held.
@@ -205,5 +209,5 @@ def _no_steps(_server: ServerInfo) -> Generator[Step, Any, None]:
     yield from ()
 
 
-def _one(step: Step | Pipeline) -> Generator[Step | Pipeline, Any, Any]:
+def _one(step: Step | Pipeline) -> StepGenerator:
     return (yield step)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from reliable_mq.codec import RawDelivery, join_properties
-from reliable_mq.codec.methods import CheckQueue, Consume, QueueState, Step
+from reliable_mq.codec.methods import CheckQueue, Consume, QueueState
+from reliable_mq.core.channel_setup import StepGenerator
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets_and_next
@@ -51,15 +52,16 @@ def test_a_reply_of_the_next_connection_ends_no_look(monkeypatch: pytest.MonkeyP
     """Otherwise a part of the last chunk would be taken for the whole chunk."""
     channel = StreamChannel(parse_url("amqp://localhost/"), name="test")
 
-    def perform(_: AdminChannel, step: Step) -> QueueState:
-        if isinstance(step, Consume | CheckQueue):
-            channel.delivered([delivery(table(OFFSET), "spark-1")])
-            channel.read_finished()
-        if isinstance(step, CheckQueue):
-            channel.lost(1, LOST)
+    def run(_: AdminChannel, steps: StepGenerator, _name: str) -> QueueState:
+        for step in steps:
+            if isinstance(step, Consume | CheckQueue):
+                channel.delivered([delivery(table(OFFSET), "spark-1")])
+                channel.read_finished()
+            if isinstance(step, CheckQueue):
+                channel.lost(1, LOST)
         return QueueState("events", 12, 0)
 
-    monkeypatch.setattr(AdminChannel, "perform", perform)
+    monkeypatch.setattr(AdminChannel, "_run", run)
     with pytest.raises(BrokerUnavailable, match="the channel is lost: connection reset"):
         end_of(channel, "events", 1.0)
     assert not channel.usable
