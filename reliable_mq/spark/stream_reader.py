@@ -63,6 +63,7 @@ class RangeReader:
         self._position = each.start  # all messages before it were returned
         self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1, first=_FIRST)
         self._passed = 0  # hosts at which reading failed
+        self._stalled = 0  # hosts from which nothing came since the last progress
         self._patience = patience
         self._waited = 0.0  # seconds without progress
         self._counted_at = time.monotonic()
@@ -174,8 +175,15 @@ class RangeReader:
         return end_of(channel, self._range.stream, _PROBE).position >= self._range.end
 
     def _wait_on(self) -> None:
-        """Raise an error with the cause if nothing has arrived for too long."""
-        if self._count_wait() < self._patience:
+        """Raise an error with the cause if nothing has arrived for too long.
+
+        The patience is divided among the hosts, because the replica of one may lag behind.
+        """
+        waited = self._count_wait()
+        if waited < self._patience:
+            if waited >= self._patience * (self._stalled + 1) / len(self._settings.endpoints):
+                self._stalled += 1
+                raise BrokerUnavailable(f"{self._left} did not come from this host")
             return
         with self._connected("end") as channel:
             found = end_of(channel, self._range.stream, _PROBE)
@@ -231,7 +239,7 @@ class RangeReader:
         return StreamChannel(from_host(self._settings, self._passed), name=f"spark-{what}")
 
     def _progressed(self) -> None:
-        self._waited, self._counted_at = 0.0, time.monotonic()
+        self._stalled, self._waited, self._counted_at = 0, 0.0, time.monotonic()
 
     def _count_wait(self) -> float:
         """Return the seconds without progress, including those since the last call.

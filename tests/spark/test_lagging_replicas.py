@@ -314,6 +314,15 @@ def test_a_task_passes_over_nothing_that_a_replica_lacks(monkeypatch: pytest.Mon
         list(RangeReader(chosen, StreamRange("events", 5, 12), ("body",), patience=0.1).batches())
 
 
+@pytest.mark.parametrize("given", [{}, {"streamFilter": "eu", "streamFilterMatchUnfiltered": "true"}])
+def test_a_task_leaves_a_host_whose_replica_lags(monkeypatch: pytest.MonkeyPatch, given: dict[str, str]) -> None:
+    """A retry of the task would begin at the same host."""
+    cluster(monkeypatch, near=Replica((5, 12)), far=Replica((12, 12)))
+    monkeypatch.setattr(stream_reader, "_BETWEEN_ATTEMPTS", 0.01)
+    reader = RangeReader(options(BOTH, **given), StreamRange("events", 11, 12), ("offset",), patience=1.0)
+    assert [batch.to_pylist() for batch in reader.batches()] == [[{"offset": 11}]]
+
+
 def test_a_task_of_a_process_that_was_frozen_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The freeze is no silence of the broker."""
     clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda _seconds: None)
