@@ -875,6 +875,29 @@ def test_a_stream_made_anew_is_data_loss_for_available_now(vhost: VirtualHost, m
     lenient.stop()
 
 
+@pytest.mark.parametrize("strict", STRICT)
+def test_a_stream_made_anew_under_a_query_is_data_loss(vhost: VirtualHost, strict: str) -> None:
+    """It has more messages than were read, so only their bodies show it."""
+    publish(vhost, 5)
+    reader = source(vhost.url, failOnDataLoss=strict)
+    read_so_far = {"events": 5}
+    assert reader.latestOffset({"events": 0}, ANY) == read_so_far
+    vhost.delete_queue("events")
+    publish(vhost, 20, first=100)
+
+    def planned() -> dict[str, Any] | None:
+        end = reader.latestOffset(read_so_far, ANY)
+        return None if end == read_so_far else end
+
+    if strict == "true":
+        with pytest.raises(ConsumeError, match="stream 'events' was read up to offset 4 and has other messages now"):
+            wait_until(planned, timeout=30, what="the query sees it")
+    else:
+        assert wait_until(planned, timeout=30, what="the query sees it") == {"events": 0}
+        assert ranges_from(reader, {"events": 0}) == [StreamRange("events", 0, 20)]
+    reader.stop()
+
+
 @pytest.mark.parametrize("available_now", [False, True])
 def test_a_stream_that_was_made_anew_and_is_empty_is_data_loss(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch, available_now: bool

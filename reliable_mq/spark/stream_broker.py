@@ -57,6 +57,7 @@ __all__ = [
     "first_offsets",
     "first_offsets_and_next",
     "from_host",
+    "has_newest",
     "is_shorter",
     "offsets_at",
 ]
@@ -278,6 +279,7 @@ class StreamEnd:
     position: int  # after the newest message; 0 for a stream that never had a message
     average: float  # bytes of body and properties per message; without markers, of which a last chunk may consist
     messages: int = 0  # as the stream's leader counts; 0 if it has not counted yet, or does not respond to this node
+    newest: int = 0  # a hash of the newest body, valid in this process
 
 
 def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
@@ -295,7 +297,7 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
         messages = _counted(channel, stream)  # answered after all deliveries that were on their way
         arrived += channel.take(0.0, of=(tag,))
         last_tag = arrived[-1].delivery_tag
-        found = StreamEnd(_offset(arrived[-1], stream) + 1, _average(arrived), messages)
+        found = StreamEnd(_offset(arrived[-1], stream) + 1, _average(arrived), messages, hash(arrived[-1].body))
         if len(arrived) < _PREFETCH:
             break
         channel.ack(last_tag)  # the prefetch may have held back the rest of the chunk
@@ -349,6 +351,19 @@ def is_shorter(channel: StreamChannel, stream: str, end: StreamEnd, position: in
     """
     first = first_offsets(channel, (stream,), patience).get(stream, 0)
     return first + end.messages < position if end.messages else not end.position
+
+
+def has_newest(channel: StreamChannel, stream: str, end: StreamEnd, patience: float) -> bool | None:
+    """Return whether a stream still has the newest message of an earlier look.
+
+    Return None if the stream ends before its offset. A message that was dropped since counts as one that it has.
+    """
+    tag = channel.consume(stream, end.position - 1, 1)
+    arrived = channel.take(patience, of=(tag,))
+    channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
+    if not arrived:
+        return None
+    return _offset(arrived[0], stream) >= end.position or hash(arrived[0].body) == end.newest
 
 
 def first_offsets(channel: StreamChannel, streams: Collection[str], patience: float) -> dict[str, int]:

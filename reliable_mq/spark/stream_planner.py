@@ -31,6 +31,7 @@ from reliable_mq.spark.stream_broker import (
     first_offsets,
     first_offsets_and_next,
     from_host,
+    has_newest,
     is_shorter,
     offsets_at,
 )
@@ -61,6 +62,7 @@ class StreamPlanner:
         self._watch: EndWatch  # of the channel
         self._finder: PartitionFinder | None = None
         self._ends: dict[str, StreamEnd] = {}
+        self._before: dict[str, StreamEnd] = {}  # ends on a lost channel, of streams that may have been made anew since
         self._looked_at = float("-inf")
         self._read: frozenset[str] = frozenset()  # streams that the query has read
         self._anew: frozenset[str] = frozenset()  # streams that did not exist when the query began
@@ -335,6 +337,9 @@ class StreamPlanner:
                 now = f"ends at {last} now" if last >= 0 else "is empty now"
                 lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and {now}")
                 result[name] = 0
+            elif self._has_others(name):
+                lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and has other messages now")
+                result[name] = 0
             else:
                 result[name] = begin[name]
         for what in lost:
@@ -342,7 +347,19 @@ class StreamPlanner:
                 raise ConsumeError(f"{what}: was it deleted, and made anew? Set failOnDataLoss to false to go on")
             logger.warning("%s; continuing because failOnDataLoss is false", what)
         self._anew = frozenset()
+        self._before = {name: end for name, end in self._before.items() if result.get(name)}
         return result
+
+    def _has_others(self, name: str) -> bool:
+        """Return whether a stream was made anew since the last channel, and is as long.
+
+        That a stream is deleted also ends a channel.
+        """
+        before = self._before.get(name)
+        same = None if before is None else has_newest(self._connected(), name, before, _QUICK)
+        if same is not None:
+            del self._before[name]
+        return same is False
 
     def _newest(self, name: str, end: int, begin: int) -> int:
         """Return a stream's newest offset. Look again while the query is further ahead.
@@ -413,6 +430,7 @@ class StreamPlanner:
                     raise BrokerUnavailable(str(error)) from error
                 raise
             self._watch = EndWatch(self._channel)
+            self._before = {name: end for name, end in self._ends.items() if end.position} | self._before
         return self._channel
 
     def _settings(self) -> ConnectionSettings:
