@@ -249,6 +249,7 @@ for _ in range(40):
         ({"type": "stream", "max_length": 5}, "max_length of queue 'q' is refused by RabbitMQ on a stream queue"),
         ({"type": "stream", "message_ttl": 5}, "message_ttl of queue 'q' is refused by RabbitMQ on a stream queue"),
         ({"type": "stream", "single_active_consumer": True}, "single_active_consumer of queue 'q' is refused"),
+        ({"type": "classic", "arguments": {"x-consumer-timeout": 60_000}}, "refused by RabbitMQ on a classic queue"),
         ({"type": "stream", "dead_letter": "d"}, "dead_letter of queue 'q' must be left out on a stream"),
         ({"type": "stream", "dead_letter": Queue("d")}, "dead_letter of queue 'q' must be left out on a stream"),
         ({"dead_letter": "q"}, "dead_letter of queue 'q' is the queue itself"),

@@ -173,16 +173,31 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
         Argument("x-delivery-limit", kinds=_QUORUM, least=-1, default=20, default_since=(4,), with_policies=True),
         Argument(
             "x-delayed-retry-type",
+            kinds=_QUORUM,
             since=(4, 3),
             values=("disabled", "all", "failed", "returned"),
             default="disabled",
             field="delayed_retry",
             encode=lambda _field, _delays: "failed",
         ),
-        Argument("x-delayed-retry-min", since=(4, 3), least=0, field="delayed_retry", encode=partial(_one_delay, 0)),
-        Argument("x-delayed-retry-max", since=(4, 3), least=0, field="delayed_retry", encode=partial(_one_delay, 1)),
-        Argument(CONSUMER_TIMEOUT, since=(4, 3)),
-        Argument("x-consumer-disconnected-timeout", since=(4, 3)),
+        Argument(
+            "x-delayed-retry-min",
+            kinds=_QUORUM,
+            since=(4, 3),
+            least=0,
+            field="delayed_retry",
+            encode=partial(_one_delay, 0),
+        ),
+        Argument(
+            "x-delayed-retry-max",
+            kinds=_QUORUM,
+            since=(4, 3),
+            least=0,
+            field="delayed_retry",
+            encode=partial(_one_delay, 1),
+        ),
+        Argument(CONSUMER_TIMEOUT, kinds=_QUORUM, since=(4, 3)),
+        Argument("x-consumer-disconnected-timeout", kinds=_QUORUM, since=(4, 3)),
         Argument("x-max-priority", kinds=_CLASSIC, field="max_priority", field_range=(1, 255)),
         Argument("x-queue-version", kinds=_CLASSIC),
         Argument(
@@ -195,16 +210,17 @@ ARGUMENTS: Final[Mapping[str, Argument]] = {
         Argument("x-quorum-target-group-size"),
         Argument("x-initial-cluster-size", kinds=_STREAM),
         Argument("x-queue-leader-locator"),
-        Argument("x-queue-master-locator", until=(4, 3), instead="use x-queue-leader-locator"),
+        Argument("x-queue-master-locator", kinds=_CLASSIC, until=(4, 3), instead="use x-queue-leader-locator"),
         # The durations of a stream are whole seconds.
         Argument("x-max-age", kinds=_STREAM, field="max_age", encode=lambda name, age: f"{int(seconds(name, age))}s"),
         Argument("x-stream-max-segment-size-bytes", kinds=_STREAM),
-        Argument("x-stream-filter-size-bytes"),
+        Argument("x-stream-filter-size-bytes", kinds=_STREAM),
     )
 }
 """Every argument of a queue that RabbitMQ knows, by its name.
 
-`Argument.kinds` is from RabbitMQ 4.0 and 4.3, which refuse the others with "invalid arg ... of queue type".
+`Argument.kinds` is from RabbitMQ 4.0 and 4.3, which refuse the others with "invalid arg ... of queue type". RabbitMQ
+4.0 does not know some arguments of 4.3, and accepts them for every type, without effect.
 """
 
 #: Arguments of widely used plugins. They are not reported.
