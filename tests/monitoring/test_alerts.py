@@ -35,6 +35,13 @@ def test_each_alert_is_in_the_runbook_and_the_monitoring_guide() -> None:
     assert rows == [(alert.name, alert.severity) for alert in ALERTS]
 
 
+def test_the_guide_tells_how_soon_each_alert_fires() -> None:
+    rows = re.findall(
+        r"^\| (ReliableMQ\w+) \| .* \| \d+ s \|$", (DOCS / "guides" / "monitoring.md").read_text(), re.MULTILINE
+    )
+    assert rows == [alert.name for alert in ALERTS]
+
+
 def test_the_settings_replace_their_names_and_nothing_else() -> None:
     text = rules(AlertSettings(hold="7m", window="1h30m", max_age="1m30s500ms", manual_url="https://manual.example"))
     assert "[1h30m]" in text
