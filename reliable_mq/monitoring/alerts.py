@@ -28,6 +28,8 @@ _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w
 _DURATION: Final = re.compile(
     r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII
 )
+_LONGEST: Final = 292 * _UNITS["y"]  # Prometheus counts nanoseconds in 63 bits
+_IN_URL: Final = re.compile(r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]*")  # the characters of RFC 3986
 _REMEMBERED: Final = "1h"  # before the window, so that a gap in the samples is no event; a day is costly to evaluate
 _LONG_HOLD: Final = "2m"  # a store or an outbox that hangs fails a call every minute or more often
 _HANGS_AFTER: Final = 10  # seconds without an answer
@@ -45,7 +47,8 @@ class AlertSettings:
         manual_url: The URL where this manual is served. Links to the runbook begin with it.
 
     Raises:
-        ConfigurationError: If one of the times is not a positive duration.
+        ConfigurationError: If one of the times is not a positive duration that Prometheus accepts, or the URL holds a
+            character that no URL has.
     """
 
     hold: str = "2m"
@@ -56,6 +59,10 @@ class AlertSettings:
     def __post_init__(self) -> None:
         for name in ("hold", "window", "max_age"):
             _seconds(name, getattr(self, name))
+        if not _IN_URL.fullmatch(self.manual_url):  # in the rules, it may be a template, or no YAML
+            raise ConfigurationError(
+                f"manual_url (--manual-url) holds a character that no URL has: percent-encode it in {self.manual_url!r}"
+            )
 
     @property
     def max_age_seconds(self) -> float:
@@ -320,8 +327,9 @@ def _seconds(name: str, duration: str) -> float:
         int(count) * _UNITS[unit]
         for count, unit in zip(found.groups("0") if found else (), reversed(_UNITS), strict=False)
     )
-    if not total:
+    if not 0 < total <= _LONGEST:
         raise ConfigurationError(
-            f"{name} ({_OPTIONS[name]}) must be a duration of Prometheus above zero, such as 90s, not {duration!r}"
+            f"{name} ({_OPTIONS[name]}) must be a duration of Prometheus above zero, up to 292y, such as 90s, "
+            f"not {duration!r}"
         )
     return total

@@ -53,10 +53,16 @@ def test_the_settings_replace_their_names_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("field", ["hold", "window", "max_age"])
-@pytest.mark.parametrize("duration", ["", "0s", "90", "1.5m", "5x", "1s1m", "-1m", "1m; up"])
+@pytest.mark.parametrize("duration", ["", "0s", "90", "1.5m", "5x", "1s1m", "-1m", "1m; up", "293y"])
 def test_a_duration_that_prometheus_would_refuse_is_refused(field: str, duration: str) -> None:
     with pytest.raises(ConfigurationError, match=rf"^{field} \(--.*\) must be a duration of Prometheus"):
         AlertSettings(**{field: duration})
+
+
+@pytest.mark.parametrize("url", ["https://manual.example/{{ x }}", "https://example/😀", "https://a b", "\udcff"])
+def test_a_manual_url_that_would_spoil_the_rules_is_refused(url: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"^manual_url \(--manual-url\) holds a character that no URL has"):
+        AlertSettings(manual_url=url)
 
 
 def test_the_guide_has_the_defaults() -> None:
