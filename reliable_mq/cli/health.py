@@ -57,8 +57,9 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     from urllib.parse import urlsplit
 
     from reliable_mq._util.threads import DaemonExecutor
-    from reliable_mq._util.validation import decode_json, is_host
+    from reliable_mq._util.validation import decode_json, is_host, seconds
 
+    seconds("--timeout", timeout)
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from reliable_mq._util.signals import next_signal
+from reliable_mq._util.validation import seconds
 from reliable_mq.cli.terminal import (
     INTERRUPTED,
     URL,
@@ -129,6 +130,8 @@ def relay(
     """
     if timeout is not None and not until_empty:
         raise typer.BadParameter("--timeout needs --until-empty: without it, the relay runs until a signal")
+    if timeout is not None:
+        seconds("--timeout", timeout)
     from reliable_mq import Publisher
     from reliable_mq.codec import LARGEST_BODY
 

@@ -44,6 +44,15 @@ def test_no_answer_is_a_failure_in_one_line(
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize("timeout", ["inf", "1e10"])
+def test_a_timeout_too_long_for_a_socket_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timeout: str
+) -> None:
+    """The error is about the option, and not about the program, which may be well."""
+    assert run(monkeypatch, "http://127.0.0.1:1", "--timeout", timeout) == 1
+    assert capsys.readouterr().err.startswith("reliable-mq: --timeout must be a number of seconds from 0 to 1e9")
+
+
 @pytest.mark.parametrize("url", ["127.0.0.1:8080", "amqp://guest:secret@host/", "http://", "http://host:port/"])
 def test_what_is_no_url_of_a_probe_is_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str

@@ -173,6 +173,15 @@ def test_a_wrong_duration_is_named_by_its_option(run: Run, option: str, value: s
     assert f"({option}) must be a duration of Prometheus" in told
 
 
+@pytest.mark.parametrize("timeout", ["nan", "-1", "inf"])
+def test_a_relay_with_a_wrong_timeout_does_not_begin(run: Run, tmp_path: Path, timeout: str) -> None:
+    outbox = tmp_path / "outbox"
+    status, told = run("outbox", "relay", BROKER, str(outbox), "--create", "--until-empty", "--timeout", timeout)
+    assert status == 1
+    assert told.startswith("reliable-mq: --timeout must be a number of seconds from 0 to 1e9")
+    assert not outbox.exists()
+
+
 def test_headers_of_different_names_are_taken() -> None:
     assert parse_headers(["a=1", "b=a=2", "c="]) == {"a": "1", "b": "a=2", "c": ""}
 
