@@ -135,6 +135,13 @@ def test_delays_that_are_mixed_in_one_queue_are_warned_of() -> None:
     assert "holds up all messages behind it" in found.text
 
 
+def test_a_work_queue_named_like_a_delay_queue_is_none() -> None:
+    """Its consumer may be away for a while."""
+    made = Queue("waiting-list")
+    assert made.dead_letter_queue is not None
+    assert not_well(examine(view(made), view(made.dead_letter_queue))) == []
+
+
 def test_dead_letters_that_wait_are_told_with_what_to_do() -> None:
     waiting = view(DEAD, messages=12, messages_details={"rate": 1.5})
     _, found = examine(view(ORDERS), waiting, names=("orders",))

@@ -152,9 +152,13 @@ def _expected(name: DelayQueue) -> dict[str, tuple[object, str]]:
 
 
 def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
-    """Check for retries in one queue that wait by each message's expiration."""
+    """Check for retries in one queue that wait by each message's expiration.
+
+    They come back to a work queue, so a queue with a dead-letter queue of its own is none.
+    """
     waiting = queue.argument("dead-letter-exchange") is not None and queue.argument("message-ttl") is None
-    if waiting and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
+    comes_back = queue.argument("dead-letter-routing-key") != queue.name + DEAD_SUFFIX
+    if waiting and comes_back and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
         text = (
             "looks like a delay queue without x-message-ttl: messages expire only at the head of a queue, so a message "
             "with a long expiration holds up all messages behind it"
