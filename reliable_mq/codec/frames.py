@@ -14,6 +14,7 @@ from reliable_mq.codec.tables import encode_short_string
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
+    "FRAME_OVERHEAD",
     "append_publish",
     "encode_ack",
     "encode_get",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BASIC_PROPERTIES",
+    "MAX_EXPIRATION_MS",
     "HasProperties",
     "Properties",
     "encode_properties",
@@ -48,6 +49,8 @@ __all__ = [
     "integer_header",
     "join_properties",
     "plain_message_id",
+    "plain_properties",
+    "plain_properties_head",
     "rewrite_properties",
     "split_properties",
     "stream_offset",

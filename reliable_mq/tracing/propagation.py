@@ -39,7 +39,15 @@ if TYPE_CHECKING:
     from opentelemetry.propagators.textmap import TextMapPropagator
     from opentelemetry.trace import Span
 
-__all__ = ["AttemptContext", "Propagation", "context_of", "context_of_attempt", "ids_of"]
+__all__ = [
+    "TRACEPARENT",
+    "AttemptContext",
+    "Propagation",
+    "context_of",
+    "context_of_attempt",
+    "ids_of",
+    "traceparent_in",
+]
 
 TRACEPARENT: Final = "traceparent"
 _BAGGAGE: Final = "baggage"  # not part of a trace context
