@@ -11,7 +11,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, TypeVar
 
 from reliable_mq._util.hooks import ForkStage, each_at_fork
-from reliable_mq.core.publisher.publication import Publication
+from reliable_mq.core.publisher.publication import Publication, summary
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from weakref import WeakSet
 
-    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.errors import PublishError, ReliableMQError
 
 __all__ = ["BaseChannel"]
 
@@ -55,14 +55,15 @@ class BaseChannel(Generic[P]):
         self._unobserved = 0  # unseen failures, including those that _failures has dropped
         _channels.add(self)
 
-    def take_failures(self) -> tuple[list[P], int]:
-        """Return the kept confirmations of unseen failures, and the number of all."""
+    def take_failures(self) -> PublishError | None:
+        """Return one error for all failures that no user has seen, None without one."""
         with self._guard:
             unseen = [failed for failed in self._failures if not failed.result_observed]
             count, self._unobserved = self._unobserved, 0
             self._failures.clear()
             self._failures_bytes = 0
-        return unseen, count
+        errors = [error for confirmation in unseen if (error := confirmation.failure())]
+        return summary(errors, count) if count else None
 
     def failure_observed(self) -> None:
         """Note that a user has seen a failure. The caller holds the guard."""

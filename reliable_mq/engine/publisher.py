@@ -28,7 +28,7 @@ from reliable_mq._util.validation import declared_by, seconds
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.health import Health, OutboxSigns, PublisherSigns, health_of
 from reliable_mq.core.outbox import KeptPlaces, NewRow
-from reliable_mq.core.publisher.publication import PublishReport, StoredPublication, summary
+from reliable_mq.core.publisher.publication import PublishReport, StoredPublication
 from reliable_mq.core.statistics import PublisherStatistics
 from reliable_mq.engine.confirmation import BaseConfirmation
 from reliable_mq.engine.outbox_channel import BaseOutboxChannel, not_configured
@@ -292,8 +292,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
             if trace is not None:
                 trace.failed(error)
             raise
-        begun = accepted_at, trace
-        return self._new_confirmation(channel, message, exchange, key, limit, reported, begun)
+        return self._new_confirmation(channel, message, exchange, key, limit, reported, (accepted_at, trace))
 
     def _new_stored(
         self, channel: Any, message: Message, exchange: str, key: str, accepted_at: float, limit: float | None
@@ -350,9 +349,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     @contextmanager
     def _reporting(self) -> Iterator[ReportBuilder[ConfirmationT]]:
         """Build the report of a ``publish_many``. If the block raises, hide no failure."""
-        report: ReportBuilder[ConfirmationT] = ReportBuilder(
-            self._options.max_outstanding, stored=self._outbox is not None
-        )
+        report = ReportBuilder[ConfirmationT](self._options.max_outstanding, stored=self._outbox is not None)
         try:
             yield report
         except BaseException as error:
@@ -361,6 +358,8 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
                 message, failure = report.rejected[0]
                 rest = f"of the messages before; the first is {message.message_id!r}: {failure}"
                 error.add_note(f"publish_many() could not submit {len(report.rejected)} {rest}")
+            if self._state is PublisherState.CLOSED and (failures := self._take_failures()) is not None:
+                error.add_note(f"publish_many() was ended by a close, which did not raise this: {failures}")
             raise
 
     def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
@@ -515,14 +514,15 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     def _raise_unobserved(self, blocked: PublishError | None) -> None:
         """Finish a close, and raise the failures that no user has seen, or ``blocked``."""
         self._state = PublisherState.CLOSED
-        channel = self._outbox_channel or self._started_channel
-        failed, count = ([], 0) if channel is None else channel.take_failures()
-        errors = [error for confirmation in failed if (error := confirmation.failure())]
-        unobserved = summary(errors, count) if count else None
+        unobserved = self._take_failures()
         if blocked is not None and self._outbox is None:  # otherwise the messages are rows
             raise blocked from unobserved
         if unobserved is not None:
             raise unobserved
+
+    def _take_failures(self) -> PublishError | None:
+        channel = self._outbox_channel or self._started_channel
+        return None if channel is None else channel.take_failures()
 
     def _left_unconfirmed(self, error: PublishError, exc_type: type[BaseException] | None) -> None:
         """Raise the error of leaving a ``with`` block, or log it if the block raised."""

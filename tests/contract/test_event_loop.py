@@ -551,6 +551,26 @@ def test_only_one_of_two_closes_raises_a_failure(broker: ScriptedBroker, run: An
     run(main())
 
 
+def test_a_report_ended_by_a_close_tells_of_failures(broker: ScriptedBroker, run: Any) -> None:
+    """The close left them to the report."""
+    broker.script = lambda published: published.channel.nack(published.number)
+
+    async def main() -> None:
+        publisher = AsyncPublisher(broker.url, retry=RetryPolicy(max_attempts=1))
+
+        async def messages() -> AsyncIterator[Message]:
+            yield Message(b"1", message_id="nacked")
+            await publisher.close()
+            yield Message(b"2")
+
+        with pytest.raises(UsageError, match="is closed") as caught:
+            await publisher.publish_many(messages(), routing_key="q")
+        [note] = caught.value.__notes__
+        assert "message nacked to exchange '' with routing key 'q' was nacked" in note
+
+    run(main())
+
+
 def test_a_row_admitted_as_its_relay_is_cancelled_returns_once(broker: ScriptedBroker, run: Any) -> None:
     """Its confirm decides, so it is not published again."""
 
