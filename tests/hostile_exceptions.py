@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 from reliable_mq import RetryLater
 
-__all__ = ["NotYet", "Textless", "Wordless"]
+__all__ = ["Classless", "NotYet", "Textless", "Wordless"]
+
+
+class Classless(Exception):
+    """Raises another exception when `isinstance` asks for its class."""
+
+    @property
+    def __class__(self) -> Never:
+        raise RuntimeError("no class")
 
 
 class NotYet(RetryLater):

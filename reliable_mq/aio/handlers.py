@@ -394,7 +394,7 @@ class TaskPool:
                         answer = await self._call(step.argument)
                 except asyncio.CancelledError as error:
                     if isinstance(step, RunHandler):
-                        if not task.cancelling() and not isinstance(error, _Interrupted):
+                        if not task.cancelling() and type(error) is not _Interrupted:
                             step = steps.throw(error)  # the handler awaited a cancelled task
                             continue
                         cancelled += deliveries_of(step.argument)

@@ -242,9 +242,10 @@ class ConsumerTracer:
 
     def _end_failed(self, span: Span, began: float, error: BaseException) -> None:
         """End the span of a handler that has raised."""
-        if isinstance(error, (RetryLater, DeadLetter)):
-            self._end(span, began, error)
-        elif isinstance(error, asyncio.CancelledError):
+        kind = type(error)  # not isinstance, which reads the exception's __class__
+        if issubclass(kind, (RetryLater, DeadLetter)):
+            self._end(span, began, kind)
+        elif issubclass(kind, asyncio.CancelledError):
             self._finish(span, began, "cancelled")
         else:
             self._finish(span, began, "failed", error)
@@ -435,7 +436,7 @@ def _is_thrown_away(error: BaseException, context: Context) -> bool:
 
     The handler is no longer in its context then, so nothing can be detached.
     """
-    return isinstance(error, GeneratorExit) and get_current() is not context
+    return issubclass(type(error), GeneratorExit) and get_current() is not context
 
 
 def _record(span: Span, error: BaseException, failure: Failure) -> None:

@@ -25,7 +25,7 @@ from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import until
 from tests.core.deliveries import delivery
-from tests.hostile_exceptions import NotYet, Textless
+from tests.hostile_exceptions import Classless, NotYet, Textless
 
 DEADLINE = 30.0
 
@@ -203,6 +203,22 @@ def test_whatever_a_handler_raises_is_its_own_failure(
             tasks.put(items(3))
             await sink.wait_for(3)
             assert failures(sink.results) == [type(error).__name__]
+            if store is not None:
+                check_that_it_may_be_tried_again(store)
+
+    asyncio.run(main())
+
+
+def test_an_exception_without_a_class_fails_its_delivery_alone(store: Any) -> None:
+    async def handle(item: Delivery) -> None:
+        if item.delivery_tag == 1:
+            raise Classless("no")
+
+    async def main() -> None:
+        async with running(handle, store=store) as (tasks, sink):
+            tasks.put(items(3))
+            await sink.wait_for(3)
+            assert failures(sink.results) == ["tests.hostile_exceptions.Classless"]
             if store is not None:
                 check_that_it_may_be_tried_again(store)
 

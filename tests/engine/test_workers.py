@@ -21,7 +21,7 @@ from reliable_mq.engine.workers import WorkerPool
 from reliable_mq.stores import IdempotencyStore, MemoryStore
 from reliable_mq.testing.waiting import wait_until
 from tests.core.deliveries import delivery
-from tests.hostile_exceptions import NotYet, Textless
+from tests.hostile_exceptions import Classless, NotYet, Textless
 from tests.refused_threads import refusing_threads
 
 DEADLINE = 30.0
@@ -174,6 +174,19 @@ def test_any_exception_fails_its_delivery_and_ends_no_worker(error: BaseExceptio
         workers.put(items(3)[1:])
         sink.wait_for(3)
         assert failures(sink.results) == [type(error).__name__]
+    if store is not None:
+        (claim,) = store.claim_many(["q|orders|m1"], 60.0)
+        assert (claim.status, claim.attempts) == (ClaimStatus.NEW, 1), "its claim was not released"
+
+
+def test_an_exception_without_a_class_fails_its_delivery_alone(store: MemoryStore | None) -> None:
+    def handle(item: Delivery) -> None:
+        if item.delivery_tag == 1:
+            raise Classless("no")
+
+    with running(handle, store=store) as (workers, sink):
+        workers.put(items(3))
+        assert failures(sink.wait_for(3)) == ["tests.hostile_exceptions.Classless"]
     if store is not None:
         (claim,) = store.claim_many(["q|orders|m1"], 60.0)
         assert (claim.status, claim.attempts) == (ClaimStatus.NEW, 1), "its claim was not released"

@@ -18,7 +18,7 @@ from reliable_mq.tracing import Tracing
 from reliable_mq.tracing.consuming import ConsumerTracer
 from reliable_mq.tracing.publishing import PublisherTracer
 from tests.core.deliveries import delivery
-from tests.hostile_exceptions import Textless, Wordless
+from tests.hostile_exceptions import Classless, Textless, Wordless
 from tests.tracing.spans import Recorder
 
 if TYPE_CHECKING:
@@ -63,19 +63,19 @@ def test_a_traced_delivery_goes_to_another_process() -> None:
     assert (copies[0].attempt_context, copies[0].headers) == (item.attempt_context, item.headers)
 
 
-@pytest.mark.parametrize("error", [Wordless(), Textless()], ids=["raises", "leaves"])
+@pytest.mark.parametrize("kind", [Wordless, Textless, Classless])
 @pytest.mark.parametrize("is_coroutine", [False, True])
-def test_an_exception_without_a_text_ends_its_span(
-    error: Exception, is_coroutine: bool, caplog: pytest.LogCaptureFixture
+def test_an_exception_that_cannot_be_shown_ends_its_span(
+    kind: type[Exception], is_coroutine: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     recorder = Recorder()
     tracer = ConsumerTracer(recorder.tracing, name="test", queue="orders", endpoints=())
 
     def handle(_: Delivery) -> None:
-        raise error
+        raise kind
 
     async def handle_later(_: Delivery) -> None:
-        raise error
+        raise kind
 
     def attempt() -> None:
         if is_coroutine:
@@ -83,7 +83,7 @@ def test_an_exception_without_a_text_ends_its_span(
         else:
             tracer.traced(handle, batch=False)(delivery())
 
-    with pytest.raises(type(error)):
+    with pytest.raises(kind):
         attempt()
     assert get_current() == {}
     [span] = recorder.spans
@@ -91,7 +91,6 @@ def test_an_exception_without_a_text_ends_its_span(
     assert span.attributes["reliable_mq.outcome"] == "failed"
     [event] = span.events
     assert event.attributes is not None
-    kind = type(error)
     assert (event.name, event.attributes["exception.type"]) == ("exception", f"{kind.__module__}.{kind.__name__}")
     assert caplog.messages == []
 

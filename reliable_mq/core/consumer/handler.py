@@ -118,13 +118,14 @@ class NotStarted(Exception):
 class _HandlerExit(Exception):
     """Replaces a handler's ``GeneratorExit``, which would close the generator early."""
 
-    def __init__(self, error: GeneratorExit) -> None:
+    def __init__(self, error: BaseException) -> None:
         self.error = error
 
 
 def failure_of_handler(error: BaseException) -> BaseException:
     """Return the exception to throw into `handling` if the handler raised ``error``."""
-    return _HandlerExit(error) if isinstance(error, GeneratorExit) else error
+    # Not isinstance, which reads the exception's __class__.
+    return _HandlerExit(error) if issubclass(type(error), GeneratorExit) else error
 
 
 @dataclass(frozen=True, slots=True)
@@ -477,7 +478,7 @@ def _call_handler(
 
 
 def _describe(error: BaseException, at: float) -> Failure:
-    return describe(error.error if isinstance(error, _HandlerExit) else error, at)
+    return describe(error.error if type(error) is _HandlerExit else error, at)
 
 
 def _claim(
