@@ -232,9 +232,9 @@ class ConsumerTracer:
             raise
         return _Handling(set_span_in_context(span, _EMPTY), span, time.perf_counter())
 
-    def _end(self, span: Span, began: float, answer: object) -> None:
+    def _end(self, span: Span, began: float, answer: Any) -> None:
         """End the span of a handler that has returned."""
-        verdict = answer if isinstance(answer, type) else type(answer)
+        verdict = answer if issubclass(type(answer), type) else type(answer)
         outcome = "handled"
         if issubclass(verdict, (RetryLater, DeadLetter)):
             outcome = "retry_later" if issubclass(verdict, RetryLater) else "dead_letter"

@@ -13,6 +13,7 @@ import pytest
 
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
 from reliable_mq.core.consumer.handler_signature import check_answer, check_handler, is_coroutine_function
+from tests.hostile_exceptions import Classless
 
 
 def plain(_delivery: object) -> None:
@@ -158,3 +159,8 @@ def test_work_that_may_go_on_is_no_answer(make: Any, name: str, batch: bool) -> 
 
 def test_a_mock_is_no_future() -> None:
     check_answer(MagicMock(), batch=False)
+
+
+def test_a_proxy_without_an_object_is_like_any_other_answer() -> None:
+    """The effect has happened, and must not be repeated."""
+    check_answer(Classless(), batch=False)

@@ -153,11 +153,11 @@ def test_a_returned_verdict_counts_like_a_raised_one(store: MemoryStore | None) 
 
 
 def test_what_else_a_handler_returns_is_ignored(store: MemoryStore | None) -> None:
-    work = items(4)
-    answers = iter([ValueError("no"), False, [RetryLater()], Ack])
+    work = items(5)
+    answers = iter([ValueError("no"), False, [RetryLater()], Ack, Classless("no")])
     with running(lambda _: next(answers), store=store) as (workers, sink):
         workers.put(work)
-        assert sink.wait_for(4) == work
+        assert sink.wait_for(5) == work
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,14 @@ def test_an_exception_that_cannot_be_shown_ends_its_span(
     assert caplog.messages == []
 
 
+def test_an_answer_that_hides_its_class_ends_its_span() -> None:
+    recorder = Recorder()
+    tracer = ConsumerTracer(recorder.tracing, name="test", queue="orders", endpoints=())
+    answer = Classless()
+    assert tracer.traced(lambda _: answer, batch=False)(delivery()) is answer
+    assert [dict(span.attributes or {})["reliable_mq.outcome"] for span in recorder.spans] == ["handled"]
+
+
 @pytest.mark.parametrize("method", ["set_attribute", "set_attributes", "set_status", "is_recording"])
 def test_a_span_that_raises_ends_all_the_same(
     method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

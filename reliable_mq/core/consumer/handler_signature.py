@@ -63,6 +63,8 @@ def check_answer(answer: object, *, batch: bool) -> None:
         RetryLater, DeadLetter: If the value is such a verdict or its class.
         UsageError: If the value is a coroutine or a generator, or a future, task or other awaitable.
     """
+    if not _shows_its_class(answer):
+        return  # as any other value
     if not batch:
         if isinstance(answer, (RetryLater, DeadLetter)):
             raise answer
@@ -81,6 +83,18 @@ def check_answer(answer: object, *, batch: bool) -> None:
             f"the handler returned a {type(answer).__name__}, whose work may not have finished: "
             "call its .result(), or await it"
         )
+
+
+def _shows_its_class(answer: object) -> bool:
+    """Return whether `isinstance` may be called.
+
+    It reads ``__class__``, which fails for a lazy proxy without an object, of a web framework for example.
+    """
+    try:
+        answer.__class__  # noqa: B018
+    except Exception:  # noqa: BLE001 -- whatever making the object raises
+        return False
+    return True
 
 
 def _is(kind: Callable[[object], bool], handler: object) -> bool:
