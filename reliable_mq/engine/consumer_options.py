@@ -514,7 +514,7 @@ class ConsumerOptions:
             return None
         if self._broker_retries:
             return None  # the broker counts returns and failures together, and limits both
-        return Quarantine.of(queue)
+        return Quarantine.of(queue, single_active=self.single_active)
 
     def _retried_by_the_broker(self, queue: Queue | str) -> bool:
         able = isinstance(queue, Queue) and queue.delayed_retry is not None

@@ -641,7 +641,7 @@ def test_a_suspect_that_cannot_be_moved_is_kept_from_handlers(error: Exception) 
 
 def test_the_queue_of_quarantine() -> None:
     """It dead-letters to the same queue."""
-    queue = Quarantine.of(Queue("orders", dead_letter="bin", single_active_consumer=True))
+    queue = Quarantine.of(Queue("orders", dead_letter="bin"), single_active=True)
     assert (queue.name, queue.dead_letter_name, queue.single_active_consumer) == ("orders.quarantine", "bin", True)
     with pytest.raises(ConfigurationError, match="leaves no room for"):
         Quarantine.of(Queue("q" * 248))

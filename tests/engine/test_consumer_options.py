@@ -345,7 +345,11 @@ def test_a_batch_may_wait_for_less_than_the_consumer_timeout() -> None:
     ],
 )
 def test_a_queue_says_whether_it_has_one_active_consumer(queue: Queue | str, single: bool) -> None:
-    assert options(queue).single_active is single
+    """So does its quarantine."""
+    made = options(queue)
+    assert made.single_active is single
+    quarantine = made._quarantine
+    assert (quarantine is not None and quarantine.single_active_consumer) is single
 
 
 @pytest.mark.parametrize(

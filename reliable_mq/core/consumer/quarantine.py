@@ -102,11 +102,12 @@ class Quarantine:
         self._refused_until = -inf
 
     @staticmethod
-    def of(queue: Queue) -> Queue:
+    def of(queue: Queue, *, single_active: bool = False) -> Queue:
         """Return the quarantine queue to declare beside ``queue``.
 
-        It dead-letters where ``queue`` does. Without a routing key of dead letters, they have the name of ``queue``, as
-        those of messages that have waited in a delay queue do.
+        Both have a single active consumer if ``single_active``. The quarantine dead-letters where ``queue`` does.
+        Without a routing key of dead letters, they have the name of ``queue``, as those of messages that have waited in
+        a delay queue do.
 
         Raises:
             ConfigurationError: If the name of the queue is too long for the name of its quarantine.
@@ -120,7 +121,7 @@ class Quarantine:
         return Queue(
             queue.name + QUARANTINE_SUFFIX,
             dead_letter=DEFAULT if routed else queue.dead_letter_name,
-            single_active_consumer=queue.single_active_consumer,
+            single_active_consumer=single_active,
             arguments=routed,
         )
 
