@@ -38,11 +38,14 @@ class ImportReport:
         lines: The number of lines up to the end of the last batch. Each is confirmed, failed or blank. An import that
             was interrupted goes on with the next line.
         confirmed: The number of confirmed messages.
+        sent_again: The number of confirmed messages that were published again because a confirm was lost with its
+            connection. Each may be in the queue twice.
         failures: The numbers of the failed lines, from 1, each with its error.
     """
 
     lines: int = 0
     confirmed: int = 0
+    sent_again: int = 0
     failures: list[tuple[int, ReliableMQError]] = field(default_factory=list)
 
     @property
@@ -102,14 +105,18 @@ class Import:
     def _collect(self, number: int) -> None:
         """Wait for the confirms of the batch, which ends with a line, and report it."""
         errors = [confirmation.exception() for _, confirmation in self._waiting]
-        self._failed += [(line, error) for (line, _), error in zip(self._waiting, errors, strict=True) if error]
+        for (line, confirmation), error in zip(self._waiting, errors, strict=True):
+            if error is None:
+                self._report.confirmed += 1
+                self._report.sent_again += confirmation.receipt().possible_duplicate
+            else:
+                self._failed.append((line, error))
         if none_was_settled(errors):
             self._ended = BrokerUnavailable(
                 f"not tried, because none of {len(errors)} messages before it was confirmed in time: does the broker "
                 "have an alarm, or the queue no leader?"
             )
         self._report.lines = number
-        self._report.confirmed += errors.count(None)
         self._report.failures += sorted(self._failed, key=lambda failure: failure[0])
         self._waiting.clear()
         self._failed.clear()

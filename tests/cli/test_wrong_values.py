@@ -283,6 +283,19 @@ def test_lines_that_cannot_be_imported_are_named_by_their_file(run: Run, broker:
     assert told.endswith("3 of 5 messages confirmed")
 
 
+def test_an_import_says_what_may_be_in_the_queue_twice(
+    run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def import_lines(_queue: DeadLetterQueue, _lines: object, *, report: ImportReport, **_: object) -> None:
+        report.confirmed, report.sent_again = 3, 2
+
+    monkeypatch.setattr(DeadLetterQueue, "import_lines", import_lines)
+    file = tmp_path / "dead.jsonl"
+    file.touch()
+    told = "3 of 3 messages confirmed; sent again after a lost confirm, and perhaps in the queue twice: 2"
+    assert run("dlq", "import", BROKER, QUEUE, str(file)) == (0, told)
+
+
 def test_lines_that_were_not_tried_are_told_in_one_line(
     run: Run, broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from reliable_mq import Message
 from reliable_mq.codec import encode_nack
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
+from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue, ImportReport
@@ -99,10 +100,11 @@ def test_an_import_ends_if_none_of_a_batch_is_settled(size: int, sent: bool) -> 
 
 
 class EndingPublisher:
-    """Confirms messages, and raises an error once it has taken some."""
+    """Confirms messages, the first of them after a loss, and raises an error once it has taken some."""
 
     def __init__(self, takes: int, error: BaseException) -> None:
         self._takes = takes
+        self._taken = 0
         self._error = error
 
     def submit(self, _message: Message, *, routing_key: str) -> Any:
@@ -110,7 +112,9 @@ class EndingPublisher:
         self._takes -= 1
         if self._takes < 0:
             raise self._error
-        return SimpleNamespace(exception=lambda: None)
+        receipt = Receipt("id", possible_duplicate=not self._taken)
+        self._taken += 1
+        return SimpleNamespace(exception=lambda: None, receipt=lambda: receipt)
 
     def close(self, _timeout: float) -> None:
         pass
@@ -120,7 +124,7 @@ def test_an_import_that_loses_its_login_reports_every_line() -> None:
     error = BrokerUnavailable("the login was refused")
     dead = opened(MemoryBroker())
     dead._new_publisher = lambda: EndingPublisher(2, error)  # type: ignore[assignment, return-value]
-    assert dead.import_lines([b'{"body": "x"}'] * 4) == ImportReport(4, 2, [(3, error), (4, error)])
+    assert dead.import_lines([b'{"body": "x"}'] * 4) == ImportReport(4, 2, 1, [(3, error), (4, error)])
 
 
 def test_an_import_that_never_has_a_login_raises_its_error() -> None:

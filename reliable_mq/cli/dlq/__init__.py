@@ -399,7 +399,10 @@ def import_(
             f"{place(report.lines + 1)}: that line and later ones may have arrived, too"
         )
         raise typer.Exit(INTERRUPTED)
-    say(f"{report.confirmed:,} of {report.confirmed + len(report.failures):,} messages confirmed")
+    text = f"{report.confirmed:,} of {report.confirmed + len(report.failures):,} messages confirmed"
+    if report.sent_again:
+        text += f"; sent again after a lost confirm, and perhaps in the queue twice: {report.sent_again:,}"
+    say(text)
     if given.error is not None:
         raise given.error
     raise typer.Exit(0 if report.ok else 1)
