@@ -153,6 +153,7 @@ class _Run:
         self._confirmed = 0
         self._failed = 0
         self._first_failed = ""
+        self._ended_at = ""  # the place of the input at which the publisher has ended
         self._interrupted = False
         self._began = time.monotonic()
         self._spinner = Spinner("dots")
@@ -163,12 +164,7 @@ class _Run:
             try:
                 self._publisher.connect()
                 self._began = time.monotonic()
-                for item in inputs:
-                    self._read_bytes += item.size
-                    if self._recipe.is_message(item.data):
-                        self._read += 1
-                        self._publish(item)
-                self._publisher.flush()
+                self._publish_each(inputs)
             except KeyboardInterrupt:
                 self._interrupted = True
             finally:
@@ -177,6 +173,19 @@ class _Run:
         if inputs.error is not None and not self._interrupted:
             raise inputs.error
         return INTERRUPTED if self._interrupted else 1 if self._failed else 0
+
+    def _publish_each(self, inputs: Readable) -> None:
+        for item in inputs:
+            self._read_bytes += item.size
+            if self._recipe.is_message(item.data):
+                self._read += 1
+                try:
+                    self._publish(item)
+                except ReliableMQError as error:  # the publisher has ended, as if the broker refuses its login again
+                    self._fail(item.where, error)
+                    self._ended_at = item.where
+                    return
+        self._publisher.flush()
 
     def _publish(self, item: Input) -> None:
         try:
@@ -211,6 +220,8 @@ class _Run:
                 )
         elif self._failed:
             text = f"{self._failed:,} of {self._read:,} messages were not confirmed"
+            if self._ended_at:
+                text += f"; none after {self._ended_at} was tried"
         elif not complete:
             text = f"the input ended early: {self._confirmed:,} of {self._read:,} messages are confirmed"
         elif errors.is_terminal:

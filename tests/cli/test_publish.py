@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
+from reliable_mq import Message
 from reliable_mq.cli.app import app
-from reliable_mq.cli.files import lines, size_of, whole_files
-from reliable_mq.cli.publish import _Recipe
-from reliable_mq.errors import ConfigurationError
+from reliable_mq.cli.files import Input, Readable, lines, size_of, whole_files
+from reliable_mq.cli.publish import _Recipe, _Run
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 
 URL = "amqp://guest:guest@localhost:1"
 
@@ -115,3 +117,38 @@ def test_a_whole_file_is_one_message(tmp_path: Path) -> None:
 
 def test_the_size_of_a_pipe_is_not_known() -> None:
     assert size_of([Path("/dev/null")]) is None
+
+
+class EndingPublisher:
+    """Confirms two messages, and ends then."""
+
+    outstanding = 0
+
+    def __init__(self) -> None:
+        self.tried = 0
+
+    def connect(self) -> None:
+        pass
+
+    def submit(self, _message: Message, **_: object) -> SimpleNamespace:
+        self.tried += 1
+        if self.tried > 2:
+            raise BrokerUnavailable("the login was refused")
+        confirmation = SimpleNamespace(exception=lambda: None)
+        confirmation.add_done_callback = lambda settled: settled(confirmation)
+        return confirmation
+
+    def close(self, _timeout: float) -> None:
+        pass
+
+
+def test_a_publisher_that_ends_reports_the_line_and_the_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise a user would not know from which line to go on."""
+    publisher = EndingPublisher()
+    inputs = Readable(Input(f"line {number}", b"x", 2) for number in range(1, 6))
+    status = _Run(publisher, recipe(routing_key="q"), None).publish_all(inputs)  # type: ignore[arg-type]
+    assert (status, publisher.tried) == (1, 3)
+    assert capsys.readouterr().err.splitlines() == [
+        "line 3: the login was refused",
+        "1 of 3 messages were not confirmed; none after line 3 was tried",
+    ]
