@@ -5,9 +5,9 @@ Each request is checked before any other code sees it, in this order:
 1. **Host.** A host name that is not allowed is refused. Otherwise, a site could reach a page on this machine through a
    name that resolves to this machine (DNS rebinding).
 2. **Origin.** A request that another site caused is refused, by ``Sec-Fetch-Site``, or by ``Origin`` if the browser
-   does not send that header. The only exception is a link to the page, which opens only a queue that the page lists,
-   since reading marks messages and hides them from consumers. A change needs a POST, and a POST must prove
-   its origin: it is refused if both headers are missing.
+   does not send that header. The only exception is a link to the page. `Pages` lets it open only a queue that the page
+   lists, since reading marks messages and hides them from consumers. A change needs a POST, and a POST must prove its
+   origin: it is refused if both headers are missing.
 3. **Person.** The function of the embedding service or a token decides. The token is sent as ``Authorization: Bearer``,
    or once in a form, which begins a session whose cookie holds a random number. If neither is configured, requests
    must come from this machine and through no proxy.
