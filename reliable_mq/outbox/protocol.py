@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from reliable_mq._util.validation import is_text, is_whole_number
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
@@ -20,7 +20,9 @@ __all__ = [
     "check_ids",
     "check_number",
     "check_target",
+    "failed_row",
     "ordering_by",
+    "text_or_bytes",
 ]
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
@@ -199,6 +201,24 @@ def ordering_by(function: OrderingKey | None, message: Message, exchange: str, r
     if key is not None and not is_text(key):
         raise ConfigurationError(f"ordering_key must give text that can be encoded, not {key!r}")
     return key
+
+
+def text_or_bytes(value: bytes) -> str | bytes:
+    """Decode a text of SQLite, which holds any bytes as text; return others unchanged."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def failed_row(values: Sequence[Any], age: float) -> FailedRow:
+    """Return a set-aside row from its values, which may have other types if damaged."""
+    *texts, attempts, reason = values
+    message_id, exchange, routing_key, reason = (
+        value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+        for value in (*texts, reason or "")
+    )
+    return FailedRow(message_id, exchange, routing_key, attempts, reason, max(age, 0.0))
 
 
 def check_number(field: str, value: object) -> int:

@@ -45,6 +45,7 @@ from reliable_mq.outbox.protocol import (
     check_ids,
     check_number,
     check_target,
+    failed_row,
     ordering_by,
 )
 from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
@@ -54,6 +55,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     LOCKS_WHAT_IT_READS,
     READY,
     SET_ASIDE,
+    any_text,
     boot_name,
     collation_of,
     database_time,
@@ -407,10 +409,8 @@ class SQLAlchemyOutbox(OfOneProcess):
 
         def work(connection: Connection) -> list[FailedRow]:
             now = time.time()
-            return [
-                FailedRow(message_id, exchange, routing_key, attempts, reason or "", max(now - float(stored_at), 0.0))
-                for message_id, exchange, routing_key, attempts, reason, stored_at in connection.execute(query)
-            ]
+            with any_text(connection):
+                return [failed_row(values, now - float(stored)) for *values, stored in connection.execute(query)]
 
         return self._do_in_time(work, "reading")
 

@@ -59,6 +59,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
     SET_ASIDE,
     UNNAMED_BOOT,
     WALKS_AN_INDEX,
+    any_text,
     begin_taking,
     database_time,
     portions,
@@ -116,10 +117,13 @@ class SQLAlchemyRowLeases:
         renews = bool(self._taken) and began - self._renewed_at > self._lease / 2
         self._doubted = {name: until for name, until in self._doubted.items() if began < until}
         before = self._claims
+
+        def work(connection: Connection) -> list[Row[Any]]:
+            with any_text(connection):  # a damaged row must not fail the others
+                return self._claim(connection, limit, most, renews)
+
         try:
-            rows: list[Row[Any]] = self._run(
-                lambda connection: self._claim(connection, limit, most, renews), "taking rows"
-            )
+            rows: list[Row[Any]] = self._run(work, "taking rows")
         except OutboxError:
             self._doubted |= {self._name(number): began + self._lease for number in range(before + 1, self._claims + 1)}
             raise
@@ -190,7 +194,7 @@ class SQLAlchemyRowLeases:
         ids = self._choose(connection, limit, retries, now)
         first = self._acquire(connection, [[number] for number in ids], now, locks)
         # Rows behind one that failed before wait in the table, because it may fail again.
-        heads = {row.ordering_key: row.id for row in first if row.ordering_key is not None and not row.attempts}
+        heads = {row.ordering_key: row.id for row in first if isinstance(row.ordering_key, str) and not row.attempts}
         runs = self._next_of_keys(connection, heads, max(limit - len(first), _BEHIND), now)
         taken = sorted([*first, *self._acquire(connection, runs, now, locks)], key=lambda row: int(row.id))
         if locks:
@@ -217,7 +221,8 @@ class SQLAlchemyRowLeases:
         for key, number, due in heads:
             if number not in chosen and (due == READY or (due == DELAYED and left)):
                 break
-            self._last_key = key
+            if isinstance(key, str):  # a damaged one cannot be compared with others
+                self._last_key = key
         return sorted(chosen)
 
     def _free(self, connection: Connection, limit: int, retries: int, now: float) -> list[tuple[int, int]]:

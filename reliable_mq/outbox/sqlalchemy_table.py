@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, TypeVar
 
 import sqlalchemy as sa
@@ -27,6 +28,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DDLElement
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.validation import lock_timeout
 from reliable_mq.errors import ConfigurationError
+from reliable_mq.outbox.protocol import text_or_bytes
 
 __all__ = [
     "COLLATES",
@@ -37,6 +39,7 @@ __all__ = [
     "UNNAMED_BOOT",
     "WALKS_AN_INDEX",
     "ExactString",
+    "any_text",
     "begin_taking",
     "boot_name",
     "collation_of",
@@ -189,6 +192,20 @@ def begin_taking(connection: sa.Connection) -> float:
         sa.func.set_config(name, "off", True) for name in ("enable_bitmapscan", "enable_seqscan", "enable_sort", "jit")
     ]
     return float(connection.execute(sa.select(sa.literal_column(_CLOCKS["postgresql"]), *off)).one()[0])
+
+
+@contextmanager
+def any_text(connection: sa.Connection) -> Iterator[None]:
+    """Let SQLite return texts that are not UTF-8, as bytes, instead of failing."""
+    if connection.dialect.name != "sqlite":
+        yield
+        return
+    driver: Any = connection.connection.driver_connection
+    usual, driver.text_factory = driver.text_factory, text_or_bytes
+    try:
+        yield
+    finally:
+        driver.text_factory = usual
 
 
 def limit_lock_waits(connection: sa.Connection, timeout: float) -> None:

@@ -25,7 +25,6 @@ import sqlite3
 import threading
 import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -41,7 +40,9 @@ from reliable_mq.outbox.protocol import (
     check_ids,
     check_number,
     check_target,
+    failed_row,
     ordering_by,
+    text_or_bytes,
 )
 from reliable_mq.outbox.sqlite_file import (
     DiskReserve,
@@ -280,11 +281,13 @@ class SQLiteOutbox(OfOneProcess):
         """Return the messages that are set aside, the oldest first."""
         check_number("limit", limit)
         query = (
-            "SELECT message_id, exchange, routing_key, attempts, reason, max(? - stored_at, 0) FROM outbox "  # noqa: S608
+            "SELECT message_id, exchange, routing_key, attempts, reason, ? - stored_at FROM outbox "  # noqa: S608
             f"WHERE {_SET_ASIDE} ORDER BY id LIMIT ?"
         )
         return self._read(
-            lambda connection: list(map(FailedRow._make, connection.execute(query, (time.time(), FORMAT, limit))))
+            lambda connection: [
+                failed_row(values, age) for *values, age in connection.execute(query, (time.time(), FORMAT, limit))
+            ]
         )
 
     def retry(self, message_ids: Sequence[str] | None = None) -> int:
@@ -514,7 +517,7 @@ class SQLiteOutbox(OfOneProcess):
 
 def _connection(path: str | Path, timeout: float) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
-    connection.text_factory = partial(str, encoding="utf-8", errors="backslashreplace")  # a row may be damaged
+    connection.text_factory = text_or_bytes  # a row may be damaged
     return connection
 
 

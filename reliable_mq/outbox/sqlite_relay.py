@@ -39,7 +39,7 @@ from reliable_mq.core.outbox import (
     damaged_row,
     row_from,
 )
-from reliable_mq.outbox.protocol import RowBatch
+from reliable_mq.outbox.protocol import RowBatch, text_or_bytes
 from reliable_mq.outbox.sqlite_file import OpenFile, outbox_error
 
 __all__ = ["SQLiteRowLeases"]
@@ -257,7 +257,7 @@ class SQLiteRowLeases:
         connection = sqlite3.connect(
             self._file.real, timeout=self._timeout, isolation_level=None, check_same_thread=False
         )
-        connection.text_factory = _text_or_bytes  # invalid UTF-8 in one row must not fail the others
+        connection.text_factory = text_or_bytes  # invalid UTF-8 in one row must not fail the others
         try:
             if not self._began:  # an earlier relay may have published any row up to this one
                 (self._doubtful,) = connection.execute(_LAST).fetchone()
@@ -418,13 +418,6 @@ class SQLiteRowLeases:
         settlements = [RowSettlement(row, RowOutcome.BACK) for row in rows]
         self.decided(settlements)
         self.written(settlements)
-
-
-def _text_or_bytes(value: bytes) -> str | bytes:
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value
 
 
 # In a forked child, the locks belong to the parent.

@@ -1,4 +1,4 @@
-"""A damaged row of a file stops only itself: the other rows are relayed.
+"""A damaged row stops only itself: the other rows are relayed.
 
 A row is damaged if another program has written into it, for example.
 """
@@ -10,10 +10,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import NullPool, create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from reliable_mq import Message
 from reliable_mq.core.outbox import NewRow, RowOutcome, RowSettlement
-from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox, sqlalchemy_relay
 from reliable_mq.outbox.protocol import RowLeases
 
 
@@ -127,6 +129,45 @@ def test_a_key_that_is_damaged_is_no_key(tmp_path: Path) -> None:
     assert (outbox.status().rows, outbox.status().set_aside) == (0, 1)
     claims.close()
     outbox.close()
+
+
+@pytest.mark.parametrize("driver", ["pysqlite", "aiosqlite"])
+@pytest.mark.parametrize("column", ["message_id", "exchange", "routing_key", "ordering_key"])
+@pytest.mark.parametrize("value", ["CAST(X'C328' AS TEXT)", "X'C328'"])
+def test_text_of_a_table_that_is_no_utf8_stops_only_its_row(
+    tmp_path: Path, driver: str, column: str, value: str
+) -> None:
+    """SQLite stores any bytes as text, and its drivers fail to read them."""
+    url = f"sqlite+{driver}:///{tmp_path}/database"
+    engine = create_engine(url, poolclass=NullPool) if driver == "pysqlite" else create_async_engine(url)
+    outbox = SQLAlchemyOutbox(engine, create=True)
+    claims = outbox.claims()
+    keys = ("key", "key", "another", None)
+    outbox.write([NewRow(Message(b"%d" % number), "", "q", True, key) for number, key in enumerate(keys)], [])
+    with closing(sqlite3.connect(tmp_path / "database")) as connection, connection:
+        connection.execute(f"UPDATE reliable_mq_outbox SET {column} = {value} WHERE id = 2")
+    taken = claims.take(10)
+    assert [row.message.body for row in taken.rows] == [b"0", b"2", b"3"]
+    claims.decided(taken.damaged)
+    outbox.write([], [*taken.damaged, *(RowSettlement(row, RowOutcome.CONFIRMED) for row in taken.rows)])
+    [failed] = outbox.set_aside()
+    assert "row 2 is damaged" in failed.reason
+    if column != "ordering_key":
+        assert getattr(failed, column) == "\\xc3("
+    assert (outbox.status().rows, outbox.purge()) == (0, 1)
+    outbox.close()
+
+
+def test_every_key_has_its_turn_beside_one_that_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the last key that a take reads, and the next take starts there."""
+    monkeypatch.setattr(sqlalchemy_relay, "_KEYS_AT_LEAST", 2)
+    outbox = SQLAlchemyOutbox(create_engine(f"sqlite:///{tmp_path}/database", poolclass=NullPool), create=True)
+    claims = outbox.claims()
+    outbox.write([NewRow(Message(key.encode()), "", "q", True, key) for key in ("a", "b", "c", "d")], [])
+    with closing(sqlite3.connect(tmp_path / "database")) as connection, connection:
+        connection.execute("UPDATE reliable_mq_outbox SET ordering_key = CAST(X'62FF' AS TEXT) WHERE id = 2")
+    taken = [claims.take(2) for _ in range(2)]
+    assert [[row.message.body for row in batch.rows] for batch in taken] == [[b"a"], [b"c", b"d"]]
 
 
 def test_delayed_rows_of_a_newer_format_keep_no_others_back(tmp_path: Path) -> None:
