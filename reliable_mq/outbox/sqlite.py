@@ -455,6 +455,7 @@ class SQLiteOutbox(OfOneProcess):
         new = not path.exists()
         if new:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        database = self._file.database()
         connection = _connection(path, self._timeout)
         try:
             connection.execute("BEGIN")
@@ -466,7 +467,7 @@ class SQLiteOutbox(OfOneProcess):
             # Some builds overwrite deleted data by default: removing a message would write it once more.
             connection.execute("PRAGMA secure_delete = OFF").fetchall()
             self._check_version(connection)
-            self._file.note()
+            self._file.note(database)
         except BaseException:
             connection.close()
             raise

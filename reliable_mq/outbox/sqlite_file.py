@@ -43,10 +43,18 @@ class OpenFile:
         self.real = self._path = str(path)  # ``real`` is the path without links, from `check_file`
         self._noted: list[tuple[int, int]] | None = None
 
-    def note(self) -> None:
-        """Note a new connection's files. They must be of the same database as before."""
+    def database(self) -> tuple[int, int]:
+        """Return the identity of the database file, to pass it to `note`."""
+        return self._identities(self.real)[0]
+
+    def note(self, before: tuple[int, int]) -> None:
+        """Note a new connection's files. They must be of the same database as before.
+
+        Args:
+            before: The identity of the database file before the connection was made.
+        """
         found = self._identities(self.real)
-        if self._noted is not None and found[0] != self._noted[0]:
+        if found[0] != (before if self._noted is None else self._noted[0]):
             raise self._error()
         self._noted = found
 

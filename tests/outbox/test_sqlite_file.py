@@ -19,7 +19,7 @@ import pytest
 from reliable_mq import Message, OutboxError
 from reliable_mq._util.boottime import since_boot
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowOutcome, RowSettlement
-from reliable_mq.outbox import SQLiteOutbox, sqlite_file, sqlite_relay
+from reliable_mq.outbox import SQLiteOutbox, sqlite, sqlite_file, sqlite_relay
 from reliable_mq.outbox.protocol import RowLeases
 from reliable_mq.outbox.sqlite_file import DiskReserve, OpenFile
 
@@ -180,6 +180,34 @@ def test_nothing_is_reported_stored_in_a_file_that_was_deleted(outbox: SQLiteOut
     outbox.close()
     store(outbox, 1, None)
     assert outbox.status().rows >= 1
+
+
+@pytest.mark.parametrize("moment", ["while it is open", "while it is being opened"])
+def test_nothing_is_reported_stored_in_a_file_that_was_replaced(
+    outbox: SQLiteOutbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """A backup was restored."""
+    with closing(SQLiteOutbox(tmp_path / "backup")) as backup:
+        backup.open()
+    use_wal = sqlite._use_wal
+
+    def replace() -> None:
+        (tmp_path / "backup").rename(outbox.path)
+        for name in ("wal", "shm"):
+            file_of(outbox, name).unlink(missing_ok=True)
+
+    def use_wal_and_replace(connection: sqlite3.Connection, timeout: float) -> None:
+        use_wal(connection, timeout)
+        replace()
+
+    if moment == "while it is open":
+        store(outbox, 1, None)
+        replace()
+    else:
+        monkeypatch.setattr(sqlite, "_use_wal", use_wal_and_replace)
+    with pytest.raises(OutboxError, match="was deleted or replaced") as not_stored:
+        store(outbox, 1, None)
+    assert not not_stored.value.may_have_arrived
 
 
 def test_a_file_that_is_put_back_is_good_again(outbox: SQLiteOutbox, tmp_path: Path) -> None:
