@@ -102,8 +102,11 @@ class StreamPlanner:
         read = {name: position for name, position in positions.items() if position}
 
         def look() -> list[str]:
+            deadline = time.monotonic() + _CERTAIN
             ends = {name: end_of(self._connected(), name, _QUICK).position for name in read}
-            return [name for name, end in ends.items() if self._newest(name, end, read[name]) < read[name] - 1]
+            return [
+                name for name, end in ends.items() if self._newest(name, end, read[name], deadline) < read[name] - 1
+            ]
 
         return self._once_reached(look, timeout)
 
@@ -324,6 +327,7 @@ class StreamPlanner:
             BrokerUnavailable: If only the replica that is read ends before the position of the query.
             ConsumeError: If data was lost (``failOnDataLoss``).
         """
+        deadline = time.monotonic() + _CERTAIN  # for all streams together
         lost = [f"stream {name!r} is in the checkpoint and no longer read" for name in begin if name not in end]
         new = [name for name in end if name not in begin]
         result = dict.fromkeys(new, 0) | (first_offsets(self._connected(), new, _SURE) if new else {})
@@ -333,7 +337,7 @@ class StreamPlanner:
             if name in self._anew:
                 lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and was gone")
                 result[name] = 0
-            elif (last := self._newest(name, position, begin[name])) < begin[name] - 1:
+            elif (last := self._newest(name, position, begin[name], deadline)) < begin[name] - 1:
                 now = f"ends at {last} now" if last >= 0 else "is empty now"
                 lost.append(f"stream {name!r} was read up to offset {begin[name] - 1} and {now}")
                 result[name] = 0
@@ -361,16 +365,15 @@ class StreamPlanner:
             del self._before[name]
         return same is False
 
-    def _newest(self, name: str, end: int, begin: int) -> int:
+    def _newest(self, name: str, end: int, begin: int, deadline: float) -> int:
         """Return a stream's newest offset. Look again while the query is further ahead.
 
         The replica of a stream on another node may lag behind. And a stream is certain to be empty only after a while.
         """
-        deadline = time.monotonic() + _CERTAIN
-        found = StreamEnd(end, 0.0)
-        while found.position < begin and (left := deadline - time.monotonic()) > 0:
+        found, looked = StreamEnd(end, 0.0), False
+        while found.position < begin and not (looked and time.monotonic() >= deadline):
             time.sleep(_QUICK)
-            found = end_of(self._connected(), name, left)
+            found, looked = end_of(self._connected(), name, max(deadline - time.monotonic(), _QUICK)), True
         if found.position < begin and (
             not is_shorter(self._connected(), name, found, begin, _SURE)
             or self._elsewhere([name])[0].get(name, _EMPTY).position >= begin

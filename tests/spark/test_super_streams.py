@@ -9,6 +9,7 @@ import logging
 import ssl
 import threading
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import pytest
@@ -185,6 +186,18 @@ def test_a_deleted_partition_is_data_loss(monkeypatch: pytest.MonkeyPatch) -> No
         ConsumeError, match=r"stream 'orders-1' is in the checkpoint and no longer read: was it deleted"
     ):
         source.latestOffset(positions(10, 10, 10), ANY)
+
+
+def test_partitions_that_are_shorter_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The super stream was made anew: each of its partitions is."""
+    source = query(monkeypatch)
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(stream_planner, "time", clock)
+    monkeypatch.setattr(stream_planner, "_CERTAIN", 12.0)
+    with pytest.raises(ConsumeError, match="was read up to offset 19 and ends at 11 now"):
+        source.latestOffset(positions(20, 20, 20), ANY)
+    assert 12.0 <= clock.now < 13.0
 
 
 def test_a_super_stream_without_partitions_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
