@@ -255,6 +255,11 @@ def _outbox(
 ) -> Iterator[Outbox]:
     if "://" in where:
         with _in_database(where, table=table, schema=schema, create=create, lease=lease) as (box, engine):
+            if engine.dialect.is_async:
+                raise ConfigurationError(
+                    f"OUTBOX has the driver {engine.driver}, which is for asyncio: write another one, such as "
+                    "postgresql+psycopg"
+                )
             _wait_for_answer(box, engine)
             box.open()
             yield box
@@ -317,7 +322,7 @@ def _flush(publisher: Publisher, timeout: float | None) -> None:
 def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, Engine]]:
     try:  # the extra `sql`, which nothing else here needs
         from sqlalchemy import create_engine
-        from sqlalchemy.exc import SQLAlchemyError
+        from sqlalchemy.exc import NoSuchModuleError, SQLAlchemyError
 
         from reliable_mq.outbox import SQLAlchemyOutbox
     except ImportError:
@@ -328,6 +333,8 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
         raise ConfigurationError(f"OUTBOX needs the driver {error.name}, which is not installed") from None
     except ImportError as error:  # such as psycopg's without libpq
         raise ConfigurationError(f"the driver of OUTBOX cannot be imported: {error}") from None
+    except NoSuchModuleError as error:  # as for postgres://, which other libraries accept
+        raise ConfigurationError(f"OUTBOX begins with a name that SQLAlchemy does not know: {error}") from None
     except (SQLAlchemyError, ValueError, TypeError) as error:  # an invalid port, or an unknown driver option
         # The error's text may show the URL and its password.
         raise ConfigurationError(f"OUTBOX is not a usable database URL: {type(error).__name__}") from None
