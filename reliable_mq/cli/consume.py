@@ -25,7 +25,7 @@ _POLL_EVERY: Final = 0.05  # seconds between two polls of the connection
 
 def consume(
     url: URL,
-    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="An existing queue.")],
+    queue: Annotated[str, typer.Argument(metavar="QUEUE", help="An existing queue, which is no stream.")],
     *,
     ack: Annotated[bool, typer.Option("--ack", help="Ack each message when it is written.")] = False,
     peek: Annotated[
