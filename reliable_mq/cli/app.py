@@ -111,7 +111,8 @@ def _run() -> int:
     except Exception as error:  # noqa: BLE001  # a bug: one line for a user, the place with -v
         _tell(f"{type(error).__name__}: {error} (a bug in reliable-mq; -v shows the traceback)")
         if logging.getLogger("reliable_mq").isEnabledFor(logging.INFO):
-            say("".join(traceback.format_exception(error)))
+            # Line by line, because all text from a URL to the last "@" counts as its password.
+            say("\n".join(map(without_passwords, "".join(traceback.format_exception(error)).splitlines())))
         return 1
     return code if isinstance(code, int) else 0 if code is None else 1
 

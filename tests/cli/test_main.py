@@ -356,14 +356,18 @@ def test_a_flaw_is_a_line_and_with_v_the_place_of_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(**_: object) -> None:
-        raise KeyError("x")
+        raise ValueError("amqp://guest:hush@h")
 
     monkeypatch.setattr(app, "app", fail)
     assert app.run() == 1
-    assert capsys.readouterr().err.startswith("reliable-mq: KeyError: 'x' (a bug in reliable-mq; -v shows")
+    told = "reliable-mq: ValueError: amqp://guest:***@h (a bug in reliable-mq; -v shows the traceback)\n"
+    assert capsys.readouterr().err == told
     show_logs(1)
     assert app.run() == 1
-    assert "Traceback" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith(told + "Traceback")
+    assert shown.rstrip().endswith("\nValueError: amqp://guest:***@h")
+    assert "hush" not in shown
 
 
 @pytest.mark.parametrize(("error", "status"), [(typer.Abort(), 1), (KeyboardInterrupt(), 130)])
