@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from reliable_mq.cli.doctor import finding
 from reliable_mq.cli.doctor.broker import examine_limits, examine_version, remaining_validity
 from reliable_mq.cli.doctor.finding import Finding, Status, worst
 from reliable_mq.cli.doctor.management import QueueView, Snapshot
@@ -25,6 +28,17 @@ def test_the_worst_of_several_findings_counts() -> None:
     assert worst(findings) is WARNING
     assert worst([]) is OK
     assert worst([Finding(NOTE, "", "", "")]) is OK
+
+
+def test_queues_with_long_names_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They often differ at their ends only."""
+    out = io.StringIO()
+    monkeypatch.setattr(finding, "output", Console(file=out, width=80))
+    names = [f"com.example.shop.orders.invoices.eu-west-1.{place}" for place in ("test", "production")]
+    findings = [Finding(PROBLEM, f"queue {name!r}", "dead letters", name[-4:]) for name in names]
+    finding.show(parse_url("amqp://user:secret@localhost/v"), findings)
+    titles = "".join(line.partition("  ")[0] for line in out.getvalue().splitlines())
+    assert all(name in titles for name in names)
 
 
 # -- version and limits ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def write_json(settings: ConnectionSettings, findings: Sequence[Finding]) -> Non
 
 def show(settings: ConnectionSettings, findings: Sequence[Finding]) -> None:
     table = plain_table()
-    table.add_column("")
+    table.add_column("", overflow="fold")  # names of queues often differ at their ends only
     table.add_column("")
     table.add_column("what", no_wrap=True)
     table.add_column("finding", overflow="fold", ratio=1)
