@@ -437,7 +437,7 @@ class FaultProxy:
         self._call(lambda server: server.refuse())
 
     def hang_connections(self) -> None:
-        """Accept new connections but do not answer.
+        """Accept new connections but do not answer, except in a TLS handshake.
 
         `accept_connections` and `heal` connect them to the broker.
         """
