@@ -149,21 +149,24 @@ def test_a_message_whose_transaction_hangs_may_be_stored(tmp_path: Path, monkeyp
     outbox.open()
     monkeypatch.setattr(outbox, "_timeout", 0.1)  # a file has no server that could hang
     released = threading.Event()
-    real = outbox._runner._run  # type: ignore[union-attr]
+    runner = outbox._runner
+    assert isinstance(runner, SyncTransactionRunner)
+    real = runner._run
 
     def late(*arguments: Any) -> Any:
         released.wait(20)
         return real(*arguments)
 
-    monkeypatch.setattr(outbox._runner, "_run", late)
+    monkeypatch.setattr(runner, "_run", late)
     try:
         with pytest.raises(OutboxError, match="no answer within") as caught:
             outbox.write([NewRow(Message(b""), "", "q", True, None)], [])
         assert caught.value.may_have_arrived
     finally:
         released.set()
+    wait_until(lambda: not runner._executor.hanging, timeout=10, what="the end of the late transaction")
     outbox.close()
-    engine.dispose()
+    engine.dispose()  # before the end of that transaction, its connection would stay open
 
 
 def test_a_conflict_is_repeated_within_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
