@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.ext.asyncio import (
+    AsyncConnection,
+    AsyncEngine,
+    AsyncSession,
+    async_scoped_session,
+    async_sessionmaker,
+)
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from reliable_mq._util.generators import drive
 from reliable_mq._util.sqlalchemy import cancellable, is_of_read_only_server
@@ -33,8 +39,7 @@ from reliable_mq.stores.sqlalchemy_base import ATTEMPTS, SQLAlchemyBase, inbox_c
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 
-    from sqlalchemy.ext.asyncio import async_sessionmaker
-    from sqlalchemy.orm import SessionTransaction, sessionmaker
+    from sqlalchemy.orm import SessionTransaction
 
     from reliable_mq._util.validation import Duration
     from reliable_mq.core.consumer.delivery import Delivery
@@ -47,9 +52,15 @@ T = TypeVar("T")
 _GRACE: Final = 1.0  # seconds for a statement to end before its user rolls back on the same connection
 
 
-def _check_maker(session: object, kind: str) -> None:
-    if session is not None and (not callable(session) or isinstance(session, scoped_session | async_scoped_session)):
+def _check_maker(session: object, kind: str, other: type) -> None:
+    refused = (scoped_session, async_scoped_session, other)
+    if session is not None and (not callable(session) or isinstance(session, refused)):
         raise ConfigurationError(f"session must be {kind} or None, not {session!r}")
+
+
+def _check_session(session: object, names: str, *kinds: type) -> None:
+    if not isinstance(session, kinds):
+        raise ConfigurationError(f"session must be {names}, not {type(session).__name__}")
 
 
 class SQLAlchemyStore(SQLAlchemyBase, SyncStore):
@@ -83,8 +94,12 @@ class SQLAlchemyStore(SQLAlchemyBase, SyncStore):
     ) -> None:
         if not isinstance(engine, Engine):
             raise ConfigurationError(f"engine must come from create_engine(), not be {type(engine).__name__}")
+        if engine.dialect.is_async:
+            raise ConfigurationError(
+                f"engine has a driver for asyncio, {engine.dialect.driver}: use another driver, or AsyncSQLAlchemyStore"
+            )
         super().__init__(engine, retention, timeout, table)
-        _check_maker(session, "a sessionmaker")
+        _check_maker(session, "a sessionmaker", async_sessionmaker)
         self._engine = engine
         self._session = session
         # SQLite limits its waiting itself, and has no server that could hang.
@@ -158,9 +173,10 @@ class SQLAlchemyStore(SQLAlchemyBase, SyncStore):
         Raises:
             IdempotencyStoreError: If another holder has taken over, if an earlier transaction that called this may be
                 committed, or if there was no reply in time. Do not commit.
-            ConfigurationError: If the connection is in autocommit mode.
+            ConfigurationError: If the connection is in autocommit mode, or ``session`` is of asyncio.
             UsageError: If the deliveries are not being handled by a consumer with this store.
         """
+        _check_session(session, "a Session or a Connection", Session, scoped_session, Connection)
         inbox_claims = inbox_claims_of(deliveries)
         connection = session if isinstance(session, Connection) else session.connection()
         with self._in_time(connection):
@@ -245,7 +261,7 @@ class AsyncSQLAlchemyStore(SQLAlchemyBase, AsyncStore):
         if not isinstance(engine, AsyncEngine):
             raise ConfigurationError(f"engine must come from create_async_engine(), not be {type(engine).__name__}")
         super().__init__(engine, retention, timeout, table)
-        _check_maker(session, "an async_sessionmaker")
+        _check_maker(session, "an async_sessionmaker", sessionmaker)
         self._engine = engine
         self._session = session
         self._given_up: set[asyncio.Future[Any]] = set()
@@ -284,6 +300,9 @@ class AsyncSQLAlchemyStore(SQLAlchemyBase, AsyncStore):
 
     async def inbox(self, session: AsyncSession | AsyncConnection, *deliveries: Delivery) -> None:
         """Mark deliveries as done in your own transaction; see `SQLAlchemyStore.inbox`."""
+        _check_session(
+            session, "an AsyncSession or an AsyncConnection", AsyncSession, async_scoped_session, AsyncConnection
+        )
         inbox_claims = inbox_claims_of(deliveries)
         connection = session if isinstance(session, AsyncConnection) else await session.connection()
         await self._in_time(connection.run_sync(self._check_and_complete_in, inbox_claims), grace=_GRACE)

@@ -171,6 +171,8 @@ def test_an_engine_must_be_of_the_right_kind_and_database() -> None:
         SQLAlchemyStore(create_async_engine("sqlite+aiosqlite:///x.db"))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="create_async_engine"):
         AsyncSQLAlchemyStore(create_engine("sqlite:///x.db"))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="engine has a driver for asyncio, aiosqlite"):
+        SQLAlchemyStore(create_engine("sqlite+aiosqlite:///x.db"))
     with pytest.raises(ConfigurationError, match="MemoryStore"):
         SQLAlchemyStore(create_engine("sqlite://"))
     for url in ("sqlite+aiosqlite://", "sqlite+aiosqlite:///:memory:"):  # where all transactions share a connection
@@ -208,6 +210,15 @@ def test_a_session_is_no_maker_of_sessions() -> None:
         SQLAlchemyStore(engine, session=Session(engine))  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="session must be an async_sessionmaker"):
         AsyncSQLAlchemyStore(asynchronous, session=AsyncSession(asynchronous))  # type: ignore[arg-type]
+
+
+def test_a_maker_of_the_other_api_is_refused() -> None:
+    """Each transaction of a handler would fail, and its message would be dead-lettered."""
+    engine, asynchronous = create_engine("sqlite:///x"), create_async_engine("sqlite+aiosqlite:///x")
+    with pytest.raises(ConfigurationError, match="session must be a sessionmaker"):
+        SQLAlchemyStore(engine, session=async_sessionmaker(asynchronous))  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="session must be an async_sessionmaker"):
+        AsyncSQLAlchemyStore(asynchronous, session=sessionmaker(engine))  # type: ignore[arg-type]
 
 
 def test_a_scoped_session_makes_no_sessions() -> None:

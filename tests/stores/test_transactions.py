@@ -292,6 +292,18 @@ def test_a_transaction_may_take_the_record_in_twice(store: SQLAlchemyStore, engi
     assert effects(path) == ["a", "b"]
 
 
+def test_an_inbox_refuses_a_session_of_the_other_api(store: SQLAlchemyStore, engine: Engine, path: Path) -> None:
+    async def scenario(other: AsyncSQLAlchemyStore, asynchronous: AsyncEngine) -> None:
+        one = held(store.claim_many(["a"], 60.0)[0], store.transaction)
+        async with AsyncSession(asynchronous) as session:
+            with pytest.raises(ConfigurationError, match="session must be a Session or a Connection, not AsyncSession"):
+                store.inbox(session, one)  # type: ignore[arg-type]
+        with Session(engine) as plain, pytest.raises(ConfigurationError, match="AsyncConnection, not Session"):
+            await other.inbox(plain, one)  # type: ignore[arg-type]
+
+    on_a_loop(path, scenario)
+
+
 @pytest.mark.parametrize("ends", [Session.commit, Session.rollback])
 def test_a_handler_that_ends_the_transaction_itself_is_told(
     store: SQLAlchemyStore, path: Path, ends: Callable[[Session], None]
