@@ -97,14 +97,14 @@ class SQLiteStore(SQLStoreBase, SyncStore):
             connection = self._connection or self._connect(query.deadline)
             _wait_until(query.deadline, connection)
             connection.execute(f"PRAGMA synchronous = {'FULL' if query.durable else 'NORMAL'}")
-            connection.execute("BEGIN IMMEDIATE")
             try:
+                connection.execute("BEGIN IMMEDIATE")
                 result = _execute_steps(query.steps(now=self._base + since_boot()), connection)
-            except BaseException:
+                connection.execute("COMMIT")
+            except BaseException:  # also of a signal handler
                 if connection.in_transaction:  # after some errors, SQLite has rolled back by itself
                     connection.execute("ROLLBACK")
                 raise
-            connection.execute("COMMIT")
         except sqlite3.Error as error:
             broken, self._connection = self._connection, None  # the next call may find a replaced or repaired file
             if broken is not None:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -281,6 +282,29 @@ def test_an_error_that_rolls_back_by_itself_is_told(tmp_path: Path) -> None:
         with pytest.raises(IdempotencyStoreError, match="interrupted"):
             store.claim_many(["b"], 60.0)
         assert store.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
+
+
+@pytest.mark.parametrize("statement", ["BEGIN IMMEDIATE", "COMMIT"])
+def test_an_interrupted_call_leaves_the_file_to_others(tmp_path: Path, statement: str) -> None:
+    """A signal handler may raise before or after any statement, and no other call may follow."""
+
+    class Interrupted(sqlite3.Connection):
+        def execute(self, sql: str, *arguments: Any) -> sqlite3.Cursor:
+            if sql == statement == "COMMIT":
+                raise KeyboardInterrupt
+            done = super().execute(sql, *arguments)
+            if sql == statement:
+                raise KeyboardInterrupt
+            return done
+
+    path = tmp_path / "store.db"
+    claimed(path, ["a"])
+    with SQLiteStore(path) as store:
+        store._connection = sqlite3.connect(path, isolation_level=None, factory=Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            store.claim_many(["b"], 60.0)
+        with SQLiteStore(path, timeout=0.1) as other:
+            assert other.claim_many(["b"], 60.0)[0].status is ClaimStatus.NEW
 
 
 def test_what_is_over_is_purged_and_the_rest_is_not(tmp_path: Path) -> None:
