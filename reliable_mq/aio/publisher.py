@@ -120,6 +120,7 @@ class AsyncPublisher(
                 report.submitted(await self._submit(message, exchange, routing_key, timeout, reported=True))
             except PublishError as error:
                 report.failed(message, error)
+                await asyncio.sleep(0)  # otherwise the loop stands still, and the publisher cannot reconnect
 
         with self._reporting() as report:
             if hasattr(messages, "__aiter__"):

@@ -26,6 +26,7 @@ from reliable_mq import (
     Consumer,
     DeadLetter,
     Message,
+    PublishDisconnected,
     PublishError,
     PublishNacked,
     PublishUnconfirmed,
@@ -47,7 +48,7 @@ from reliable_mq.testing.waiting import until
 from tests.contract.test_publishing import let_resolve
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Coroutine
+    from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
     from pathlib import Path
 
     from reliable_mq import Delivery
@@ -547,6 +548,29 @@ def test_only_one_of_two_closes_raises_a_failure(broker: ScriptedBroker, run: An
 
         await asyncio.gather(close(), close())
         assert [type(error) for error in raised] == [PublishUnconfirmed]
+
+    run(main())
+
+
+def test_messages_that_fail_at_once_do_not_stop_the_loop(broker: ScriptedBroker, run: Any) -> None:
+    """The publisher reconnects while the messages of a report fail."""
+
+    async def main() -> None:
+        async with AsyncPublisher(broker.url, on_disconnected="raise", connect_timeout=1) as publisher:
+            await until(lambda: publisher.connected)
+            broker.silent = True
+            broker.connection.cut()
+            await until(lambda: not publisher.connected)
+            broker.silent = False
+            given_up = time.monotonic() + 10
+
+            def messages() -> Iterator[Message]:
+                while not publisher.connected and time.monotonic() < given_up:
+                    yield Message(b"x")
+
+            report = await publisher.publish_many(messages(), routing_key="q")
+            assert publisher.connected
+            assert {type(error) for _, error in report.failures} == {PublishDisconnected}
 
     run(main())
 
