@@ -242,10 +242,12 @@ class ConsumerTracer:
 
     def _end_failed(self, span: Span, began: float, error: BaseException) -> None:
         """End the span of a handler that has raised."""
-        kind = type(error)  # not isinstance, which reads the exception's __class__
-        if issubclass(kind, (RetryLater, DeadLetter)):
-            self._end(span, began, kind)
-        elif issubclass(kind, asyncio.CancelledError):
+        failure = describe(error, 0.0)
+        if failure.verdict is not None:
+            self._finish(span, began, "dead_letter")
+        elif not failure.kinds:
+            self._finish(span, began, "retry_later")
+        elif issubclass(type(error), asyncio.CancelledError):  # not isinstance, which reads its __class__
             self._finish(span, began, "cancelled")
         else:
             self._finish(span, began, "failed", error)

@@ -12,7 +12,7 @@ from opentelemetry.context import get_current
 from opentelemetry.sdk.trace import Span
 from opentelemetry.trace import NoOpTracerProvider
 
-from reliable_mq import Message
+from reliable_mq import DeadLetter, Message, RetryLater
 from reliable_mq.core.consumer.settlement import SettledDeliveries
 from reliable_mq.tracing import Tracing
 from reliable_mq.tracing.consuming import ConsumerTracer
@@ -93,6 +93,29 @@ def test_an_exception_that_cannot_be_shown_ends_its_span(
     assert event.attributes is not None
     assert (event.name, event.attributes["exception.type"]) == ("exception", f"{kind.__module__}.{kind.__name__}")
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("errors", "outcome"),
+    [
+        ([RetryLater(5), RetryLater()], "retry_later"),
+        ([ValueError("no"), DeadLetter("bad")], "dead_letter"),
+        ([ValueError("no"), RetryLater(5)], "failed"),
+    ],
+)
+def test_the_outcome_of_a_group_is_what_becomes_of_its_message(errors: list[Exception], outcome: str) -> None:
+    """A `TaskGroup` raises a group, and the verdict in it counts."""
+
+    def handle(_: Delivery) -> None:
+        raise ExceptionGroup("unhandled errors in a TaskGroup", errors)
+
+    recorder = Recorder()
+    tracer = ConsumerTracer(recorder.tracing, name="test", queue="orders", endpoints=())
+    with pytest.raises(ExceptionGroup):
+        tracer.traced(handle, batch=False)(delivery())
+    [span] = recorder.spans
+    assert (span.attributes or {})["reliable_mq.outcome"] == outcome
+    assert len(span.events) == (outcome == "failed")
 
 
 def test_an_answer_that_hides_its_class_ends_its_span() -> None:
