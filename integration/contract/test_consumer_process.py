@@ -286,6 +286,20 @@ def test_run_returns_though_a_handler_never_does(vhost: VirtualHost, caplog: pyt
     assert left(vhost) == 3
 
 
+def test_a_stop_without_patience_counts_no_return_as_a_failure(vhost: VirtualHost) -> None:
+    """Only the delivery in the handler returns by the end of the channel, which the broker counts as a failure."""
+    with Gate() as gate:
+        handler = Handler(then=gate)
+        with Consumer(vhost.url, ORDERS, handler, stop_timeout=0) as consumer:
+            publish(vhost, "orders", numbered(20))
+            handler.wait_begun(1)
+            wait_until(lambda: consumer.statistics.delivered == 20, timeout=10, what="delivered")
+    wait_until(lambda: left(vhost) == 20, timeout=10, what="returned")
+    with Consumer(vhost.url, ORDERS) as pulling, pulling.get(20, timeout=10) as found:
+        counts = {one.body: one.headers.get("x-delivery-count") for one in found}
+    assert counts == dict.fromkeys(numbered(20)) | {handler.bodies[0]: 1}
+
+
 def test_a_stop_during_a_loss_lets_work_end_without_subscribing(
     vhost: VirtualHost, fault_proxy: FaultProxyFactory
 ) -> None:
