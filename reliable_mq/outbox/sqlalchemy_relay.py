@@ -25,8 +25,8 @@ Invariants:
   earlier boot;
 - a row that another transaction has locked, for example one of the user, delays neither the renewal nor the release of
   other rows. Nobody can take it meanwhile, and the next renewal includes it if it is free again;
-- a relay never takes a row that it already has. If its leases may have ended, for example after an outage of the
-  database, it renews them first.
+- a relay never takes a row that it already has, unless another transaction kept its lease from being renewed. If its
+  leases may have ended, for example after an outage of the database, it renews them first.
 """
 
 from __future__ import annotations
