@@ -33,7 +33,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, is_text, seconds
 from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import DAY, AsyncStore, ClaimAnswer, Held, Queries, StoreBase, SyncStore, microseconds
@@ -158,8 +158,8 @@ class _RedisBase(StoreBase):
         self._where = where
         self._retention = max(int(seconds("retention", retention, positive=True) * 1000), 1)
         self._timeout = seconds("timeout", timeout, positive=True)
-        if not isinstance(prefix, str):
-            raise ConfigurationError(f"prefix must be text, not {prefix!r}")
+        if not is_text(prefix):
+            raise ConfigurationError(f"prefix must be text that can be encoded, not {prefix!r}")
         self._prefix = prefix
 
     def __repr__(self) -> str:

@@ -74,6 +74,7 @@ def test_an_asyncio_store_is_refused_by_a_sync_consumer() -> None:
         ({"retention": 0}, "retention"),
         ({"timeout": 0}, "timeout"),
         ({"prefix": b"x"}, "prefix"),
+        ({"prefix": "\ud800"}, "prefix"),
     ],
 )
 def test_nonsense_is_refused_by_stores_in_redis(kind: Any, wrong: dict[str, Any], named: str) -> None:
