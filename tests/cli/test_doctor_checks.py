@@ -324,7 +324,7 @@ def test_unlimited_prefetch_and_automatic_acks_are_warned_of() -> None:
     ]
     acks, prefetch = examine(queue(**SAFE), dead(), consumers=consumers)
     assert acks.text.startswith("1 of 3 consumers use automatic acks")
-    assert prefetch.text.startswith("1 of 3 consumers have an unlimited prefetch")
+    assert prefetch.text.startswith("1 of 3 consumers have an unlimited prefetch (0): unless its channel has a limit")
     assert acks.status is prefetch.status is WARNING
 
 

@@ -387,8 +387,10 @@ def _consumers(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
         )
         yield _warning(queue, "acks", text, "Consume with manual acks.")
     if unlimited:
+        # The list of consumers has no limit of a channel, which up to RabbitMQ 4.2 a client such as Celery may set.
         text = (
-            f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): such a consumer receives all "
-            "messages at once, and if it dies, all of them are requeued and count as delivered"
+            f"{unlimited} of {len(consumers)} consumers have an unlimited prefetch (0): unless its channel has a "
+            "limit, such a consumer receives all messages at once, and if it dies, all of them are requeued and count "
+            "as delivered"
         )
         yield _warning(queue, "prefetch", text, "Set a prefetch of 100 to 300.")
