@@ -31,7 +31,7 @@ _DURATION: Final = re.compile(
 _LONGEST: Final = 292 * _UNITS["y"]  # Prometheus counts nanoseconds in 63 bits
 _IN_URL: Final = re.compile(r"[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]*")  # the characters of RFC 3986
 _REMEMBERED: Final = "1h"  # before the window, so that a gap in the samples is no event; a day is costly to evaluate
-_LONG_HOLD: Final = "2m"  # a store or an outbox that hangs fails a call every minute or more often
+_LONG_HOLD: Final = "2m"  # deliveries that wait for the idempotency store fail again after a minute at most
 _HANGS_AFTER: Final = 10  # seconds without an answer
 _OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"}  # the command-line options
 
@@ -184,7 +184,7 @@ ALERTS: Final = (
         name="ReliableMQRelayFailing",
         severity="critical",
         expression=(
-            'max without (what) (increase(reliable_mq_outbox_failures_total{what="relay"}[LONG_HOLD])) > 0\n'
+            'max without (what) (increase(reliable_mq_outbox_failures_total{what="relay"}[HOLD])) > 0\n'
             "or\n"
             f"reliable_mq_outbox_unanswered_seconds > {_HANGS_AFTER}"
         ),
