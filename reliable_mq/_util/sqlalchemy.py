@@ -44,6 +44,7 @@ __all__ = [
     "error_code",
     "is_in_memory",
     "is_of_read_only_server",
+    "refuse_asyncio_driver",
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
     "refuse_shared_connection",
@@ -88,6 +89,14 @@ def is_of_read_only_server(error: BaseException) -> bool:
 def is_in_memory(engine: Engine | AsyncEngine) -> bool:
     """Return whether an engine is of a SQLite database without a file."""
     return engine.dialect.name == "sqlite" and engine.url.database in (None, "", ":memory:")
+
+
+def refuse_asyncio_driver(engine: Engine) -> None:
+    """Raise ConfigurationError if a plain engine has a driver for asyncio."""
+    if engine.dialect.is_async:
+        raise ConfigurationError(
+            f"engine has a driver for asyncio, {engine.dialect.driver}: use another driver, or create_async_engine()"
+        )
 
 
 def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:

@@ -338,6 +338,8 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
     except (SQLAlchemyError, ValueError, TypeError) as error:  # an invalid port, or an unknown driver option
         # The error's text may show the URL and its password.
         raise ConfigurationError(f"OUTBOX is not a usable database URL: {type(error).__name__}") from None
+    if engine.dialect.is_async:
+        raise ConfigurationError(f"OUTBOX has a driver for asyncio, {engine.dialect.driver}: name another one")
     box = SQLAlchemyOutbox(engine, **{name: value for name, value in options.items() if value is not None})
     try:
         yield box, engine

@@ -28,6 +28,7 @@ from reliable_mq._util.sqlalchemy import (
     SyncTransactionRunner,
     error_code,
     is_in_memory,
+    refuse_asyncio_driver,
     refuse_autocommit,
     refuse_connection_in_autocommit,
     refuse_shared_connection,
@@ -166,7 +167,9 @@ class SQLAlchemyOutbox(OfOneProcess):
         super().__init__()
         if not isinstance(engine, (Engine, AsyncEngine)):
             raise ConfigurationError(f"engine must be an Engine or an AsyncEngine of SQLAlchemy, not {engine!r}")
-        if isinstance(engine, AsyncEngine) and is_in_memory(engine):
+        if isinstance(engine, Engine):
+            refuse_asyncio_driver(engine)
+        elif is_in_memory(engine):
             raise ConfigurationError(
                 "engine is of a database in memory, which the outbox's own connections would not see; use a file"
             )

@@ -29,7 +29,7 @@ from sqlalchemy.ext.asyncio import (
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from reliable_mq._util.generators import drive
-from reliable_mq._util.sqlalchemy import cancellable, is_of_read_only_server
+from reliable_mq._util.sqlalchemy import cancellable, is_of_read_only_server, refuse_asyncio_driver
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq.core.idempotency import CommitStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
@@ -94,10 +94,7 @@ class SQLAlchemyStore(SQLAlchemyBase, SyncStore):
     ) -> None:
         if not isinstance(engine, Engine):
             raise ConfigurationError(f"engine must come from create_engine(), not be {type(engine).__name__}")
-        if engine.dialect.is_async:
-            raise ConfigurationError(
-                f"engine has a driver for asyncio, {engine.dialect.driver}: use another driver, or AsyncSQLAlchemyStore"
-            )
+        refuse_asyncio_driver(engine)
         super().__init__(engine, retention, timeout, table)
         _check_maker(session, "a sessionmaker", async_sessionmaker)
         self._engine = engine

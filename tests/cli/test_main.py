@@ -253,6 +253,7 @@ def test_streams_that_fail_and_names_that_are_none_end_in_a_line(line: str, stat
     ("line", "status", "text"),
     [
         ("outbox status /dev/null", 1, "/dev/null is not a file"),
+        ("outbox status sqlite+aiosqlite:///x", 1, "OUTBOX has a driver for asyncio, aiosqlite: name another one"),
         ("dlq list amqp://u@h q", 1, "user 'u' in the URL has no password"),
         ("dlq list \udcff\x1b[2J q", 1, "reliable-mq: the URL"),
         ("web amqp://h --token-file token", 1, "the file given with --token-file is not UTF-8 text"),

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from reliable_mq import Message, OutboxError
+from reliable_mq import ConfigurationError, Message, OutboxError
 from reliable_mq.outbox import SQLAlchemyOutbox
 
 
@@ -152,3 +152,8 @@ def test_parameters_stay_hidden(engine: sa.Engine | AsyncEngine, outbox: SQLAlch
             lambda connection: connection.execute(sa.text("SELECT :secret FROM nowhere"), {"secret": "s3"}), "x", None
         )
     assert "s3" not in str(caught.value.__cause__)
+
+
+def test_a_plain_engine_with_a_driver_for_asyncio_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="engine has a driver for asyncio, aiosqlite"):
+        SQLAlchemyOutbox(sa.create_engine("sqlite+aiosqlite:///x.db"))
