@@ -255,11 +255,6 @@ def _outbox(
 ) -> Iterator[Outbox]:
     if "://" in where:
         with _in_database(where, table=table, schema=schema, create=create, lease=lease) as (box, engine):
-            if engine.dialect.is_async:
-                raise ConfigurationError(
-                    f"OUTBOX has the driver {engine.driver}, which is for asyncio: write another one, such as "
-                    "postgresql+psycopg"
-                )
             _wait_for_answer(box, engine)
             box.open()
             yield box
@@ -339,7 +334,9 @@ def _in_database(url: str, **options: Any) -> Iterator[tuple[SQLAlchemyOutbox, E
         # The error's text may show the URL and its password.
         raise ConfigurationError(f"OUTBOX is not a usable database URL: {type(error).__name__}") from None
     if engine.dialect.is_async:
-        raise ConfigurationError(f"OUTBOX has a driver for asyncio, {engine.dialect.driver}: name another one")
+        raise ConfigurationError(
+            f"OUTBOX has a driver for asyncio, {engine.dialect.driver}: name another one, such as postgresql+psycopg"
+        )
     box = SQLAlchemyOutbox(engine, **{name: value for name, value in options.items() if value is not None})
     try:
         yield box, engine

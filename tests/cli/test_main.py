@@ -171,7 +171,7 @@ def test_a_database_driver_that_cannot_be_imported_is_no_flaw(
     ("scheme", "told"),
     [
         ("postgres", "OUTBOX begins with a name that SQLAlchemy does not know: Can't load plugin: sqlalchemy"),
-        ("postgresql+asyncpg", "OUTBOX has the driver asyncpg, which is for asyncio: write another one, such as postg"),
+        ("postgresql+asyncpg", "OUTBOX has a driver for asyncio, asyncpg: name another one, such as postgresql"),
     ],
 )
 def test_a_database_url_of_another_library_is_explained(
