@@ -36,7 +36,6 @@ __all__ = [
     "CONNECTION_SECRET_UPDATED",
     "CONNECTION_TUNE",
     "CONNECTION_UNBLOCKED",
-    "PUBLISH",
     "STREAM_OFFSET",
     "UPDATE_SECRET",
     "Arguments",
@@ -229,7 +228,6 @@ CHANNEL_OPEN_OK: Final = (20, 11)
 CHANNEL_CLOSED: Final = (20, 40)
 CHANNEL_CLOSE_OK: Final = (20, 41)
 CANCELLED: Final = (60, 30)
-PUBLISH: Final = (60, 40)
 
 _QUEUE_DECLARE_OK: Final = (50, 11)
 _CONSUME_OK: Final = (60, 21)

@@ -118,7 +118,8 @@ class Channel:
     Attributes:
         number: The channel's number on the connection.
         generation: A number that is unique among all channels of the same owner.
-        closed_over: The method over which the broker closed the channel, (0, 0) for none.
+        step_refused: Whether the broker closed the channel over the step that was to be answered next. It also closes
+            it over a publish or an ack, and without a method, for example if an ack is overdue.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Channel:
     ) -> None:
         self.number = number
         self.generation = generation
-        self.closed_over = (0, 0)
+        self.step_refused = False
         self._write = write
         self._reader = reader
         self._read_throttle = read_throttle
@@ -191,7 +192,8 @@ class Channel:
         """
         if method == methods.CHANNEL_CLOSED:
             code, text = methods.decode_close(frame)
-            self.closed_over = methods.decode_closing_method(frame)
+            class_id, method_id = methods.decode_closing_method(frame)
+            self.step_refused = bool(self._awaited) and self._awaited[0][0] == (class_id, method_id + 1)
             self._write(methods.encode_channel_close_ok(self.number))
             self._report_closed(code, text, by_broker=True)
             return True

@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq._util.logs import get_logger, given_up_logger
 from reliable_mq._util.threads import call_in_background
-from reliable_mq.codec.methods import PUBLISH
 from reliable_mq.connection.channel import Arrivals, SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
 from reliable_mq.connection.interfaces import ConnectCredentials, do_nothing, takes_nothing
@@ -462,7 +461,7 @@ class Connector:
             else:
                 self._attempt_failed(BrokerUnavailable(f"the broker opened no channel: {code} {text}"), connected=True)
         elif self._state in _ESTABLISHED:
-            refused = by_broker and self._runs.is_busy and channel.closed_over != PUBLISH
+            refused = self._runs.is_busy and channel.step_refused
             if refused:
                 self._runs.refuse(code, text)
             # The caller of `run` knows of the refusal, and decides whether it matters.

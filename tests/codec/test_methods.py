@@ -131,7 +131,7 @@ def test_what_the_broker_says_by_itself() -> None:
     close = spec.Channel.Close(reply_code=404, reply_text="NOT_FOUND", class_id=60, method_id=40)
     assert methods.method_of(encoded(close)) == methods.CHANNEL_CLOSED
     assert methods.decode_close(encoded(close)) == (404, "NOT_FOUND")
-    assert methods.decode_closing_method(encoded(close)) == methods.PUBLISH
+    assert methods.decode_closing_method(encoded(close)) == (60, 40)
 
 
 def test_opening_and_closing() -> None:

@@ -347,11 +347,14 @@ class ConnectorMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.link is not None and self.link.channel is not None)
     @rule(code=st.sampled_from([403, 404, 406]))
-    def close_channel(self, code: int, over: tuple[int, int] = (0, 0)) -> None:
+    def close_channel(self, code: int, over: tuple[int, int] | None = None) -> None:
+        """Close the channel over a method, by default over the one that is to be answered next."""
         link = self.link
         assert link is not None
         assert link.channel is not None
         number = link.channel.number
+        if over is None:
+            over = next((method for channel, method in link.asked if channel == number), (0, 0))
         link.asked = [one for one in link.asked if one[0] != number]
         text = {403: UNDECIDED, 406: NO_REPLICA}.get(code, b"text")
         close = code.to_bytes(2, "big") + bytes([len(text)]) + text + bytes((0, over[0], 0, over[1]))
@@ -726,13 +729,16 @@ def test_a_step_that_was_not_sent_is_not_refused() -> None:
         machine.teardown()
 
 
-def test_a_publish_that_closes_the_channel_refuses_no_step(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("over", [(60, 40), (60, 80), (0, 0)], ids=["publish", "ack", "overdue ack"])
+def test_a_channel_closed_over_another_method_refuses_no_step(
+    caplog: pytest.LogCaptureFixture, over: tuple[int, int]
+) -> None:
     """Nobody else would warn of the lost channel."""
     machine = reached(ConnectionState.READY)
     try:
         machine.run(unencodable=False)
         machine.pass_time(0.0)
-        machine.close_channel(404, over=methods.PUBLISH)
+        machine.close_channel(404, over=over)
         assert isinstance(machine.runs[-1], BrokerUnavailable)
         assert [record.levelname for record in caplog.records if "channel lost" in record.message] == ["WARNING"]
     finally:
