@@ -95,6 +95,7 @@ _SPLIT = (
     "test_new_queues.py",
     "test_cli_dlq.py",
     "test_publisher_races.py",
+    "test_staged_source.py",
 )
 _LONGEST = (
     "test_consumer_stores.py",
@@ -143,7 +144,13 @@ _APIS = ("sync", "aio")
 # Spark's session, which is slow to start, is needed in two processes: for the tests of these files, and for the others
 # that use it.
 _SPARK = ("test_queue_source.py", "test_queue_kills.py", "test_outages.py", "test_metrics.py")
-_WITHOUT_SPARK = ("test_queue_reader.py", "test_sink_rows.py", "test_stream_ranges.py", "test_memory.py")
+_WITHOUT_SPARK = (
+    "test_queue_reader.py",
+    "test_sink_rows.py",
+    "test_staged_source.py",
+    "test_stream_ranges.py",
+    "test_memory.py",
+)
 _CLUSTER = "cluster"  # the directory of the tests on a cluster, which take longer than any file
 _OLD_LINE = "4.0"  # the tests on this line share one broker
 _TESTS_BETWEEN_FREEZES = 20

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from reliable_mq.testing import VirtualHost
 
 DEADLINE = 60.0
+ORDERS = Queue("orders", dead_letter=None)
+STAGED = {"queue": "orders", "stage": "orders.stage"}
 
 
 class StageReader(AdminChannel):
@@ -144,3 +146,14 @@ def is_taken(vhost: VirtualHost, *queues: str) -> bool:
         channel = connection.channel()
         found = [channel.queue_declare(queue, passive=True).method for queue in queues]
     return all(one.consumer_count and not one.message_count for one in found)
+
+
+def publish_orders(vhost: VirtualHost, count: int, queue: Queue = ORDERS) -> list[str]:
+    """Publish messages with lists and tables in headers; return their ids."""
+    messages = [
+        Message(b"%d" % number, headers={"n": number, "items": [1, {"two": "2"}]}, user_id="guest")
+        for number in range(count)
+    ]
+    with Publisher(vhost.url, topology=[queue]) as publisher:
+        assert publisher.publish_many(messages, routing_key=queue.name).ok
+    return [message.message_id for message in messages]
