@@ -13,7 +13,7 @@ import pytest
 from integration.programs.spark_queries import start
 from integration.support.shovels import shovel
 from integration.support.spark_application import batches_in, committed_rows, killed_in_each_phase
-from integration.support.stages import ORDERS, STAGED, publish_orders, ready
+from integration.support.stages import ORDERS, STAGED, left, publish_orders
 from reliable_mq import Binding, ConfigurationError, Exchange, Message, Publisher, Queue
 from reliable_mq.testing.waiting import wait_until
 
@@ -45,7 +45,7 @@ def test_what_was_ready_is_moved_and_read_and_the_query_ends(
     run()
     second = publish_orders(vhost, 100)
     run()
-    assert ready(vhost, "orders") == 0
+    assert left(vhost, "orders") == 0
     read = spark.read.parquet(f"{tmp_path}/output").collect()
     assert [row for row in read if row.message_id is None] == []
     assert sorted(row.message_id for row in read) == sorted(first + second)
@@ -90,7 +90,7 @@ def test_a_stage_is_joined_with_itself(spark: SparkSession, vhost: VirtualHost, 
     assert query.awaitTermination(240)
     assert max(len(progress["sources"]) for progress in query.recentProgress) == 2
     assert committed_rows(tmp_path / "output") == dict.fromkeys(published, 1)
-    assert ready(vhost, "orders") == 0
+    assert left(vhost, "orders") == 0
 
 
 @pytest.mark.soak
@@ -128,7 +128,7 @@ def test_without_a_relay_a_query_reads_what_a_binding_stages(
     assert sorted(row.message_id for row in read) == sorted(message.message_id for message in messages)
     assert {(row.queue, row.exchange, row.routing_key) for row in read} == {("orders.stage", "placed", "eu")}
     assert sorted((row.headers for row in read), key=str) == sorted(({"n": str(n)} for n in range(50)), key=str)
-    assert ready(vhost, "orders") == 50
+    assert left(vhost, "orders") == 50
 
 
 @pytest.mark.soak
@@ -153,7 +153,7 @@ def test_without_a_relay_a_query_reads_what_a_shovel_moves(
     try:
         wait_until(lambda: batches_in(checkpoint, "commits"), timeout=240, what="a query that has begun")
         shovel(private_broker, private_vhost, "orders", "orders.stage")
-        wait_until(lambda: 0 < ready(private_vhost, "orders") < 19_000, timeout=240, what="some messages moved")
+        wait_until(lambda: 0 < left(private_vhost, "orders") < 19_000, timeout=240, what="some messages moved")
         private_broker.kill()
         private_broker.start()
         wait_until(lambda: private_vhost.live_counts(["orders"])["orders"] == 0, timeout=240, what="an empty queue")

@@ -12,7 +12,7 @@ import pytest
 from pyspark.sql.streaming.datasource import ReadMaxRows
 
 from integration.support.spark import read_to_the_end
-from integration.support.stages import ORDERS, STAGED, publish_orders, ready
+from integration.support.stages import ORDERS, STAGED, left, publish_orders
 from reliable_mq import Binding, ConfigurationError, ConsumeError, Exchange, Message, Publisher, Queue
 from reliable_mq.codec.methods import Consume, QueueState, SetPrefetch
 from reliable_mq.spark.datasource import RabbitMQDataSource
@@ -97,7 +97,7 @@ def test_available_now_ends_though_another_has_a_message(
         channel.perform(SetPrefetch(1))
         channel.perform(Consume("orders", "other"))
         taken.set()
-        wait_until(lambda: ready(vhost, "orders") == 1, timeout=60, what="all others moved")
+        wait_until(lambda: left(vhost, "orders") == 1, timeout=60, what="all others moved")
         monkeypatch.setattr("reliable_mq.spark.staged_source._STARVED", 1.0)  # from now on, a pause does not matter
         rows, _ = reading.result(60)
     assert set(rows) < set(first)
@@ -121,7 +121,7 @@ def test_f69_a_stage_deleted_between_runs_is_not_silently_remade(vhost: VirtualH
     for _ in range(2):
         with pytest.raises(ConsumeError, match=r"stage 'orders\.stage' is gone: orders\.stage was deleted after"):
             ended(vhost, at)
-    wait_until(lambda: ready(vhost, "orders") == 60, timeout=20, what="a queue that is as it was")
+    wait_until(lambda: left(vhost, "orders") == 60, timeout=20, what="a queue that is as it was")
     rows, _ = ended(vhost, at, failOnDataLoss="false")
     assert sorted(rows) == sorted(second)
 
@@ -151,7 +151,7 @@ def test_a_stage_with_streams_unlike_the_checkpoints_is_refused(vhost: VirtualHo
     second = publish_orders(vhost, 20)
     with pytest.raises(ConsumeError, match=r"the query has read .* was stage or stagePartitions changed\?"):
         ended(vhost, at, **new)
-    wait_until(lambda: ready(vhost, "orders") == 20, timeout=20, what="a queue that is as it was")
+    wait_until(lambda: left(vhost, "orders") == 20, timeout=20, what="a queue that is as it was")
     rows, _ = ended(vhost, at, **old)
     assert sorted(rows) == sorted(second)
 

@@ -124,6 +124,11 @@ def ready(vhost: VirtualHost, queue: str) -> int:
     return count
 
 
+def left(vhost: VirtualHost, queue: str) -> int:
+    """Return the number of messages in a queue, with those that are unacked."""
+    return vhost.live_counts([queue])[queue]
+
+
 def wait_emptied(vhost: VirtualHost, queue: str, timeout: float = DEADLINE) -> None:
     """Wait until a queue has no message, ready or unacked.
 
