@@ -155,20 +155,26 @@ def test_others_publish_after_an_interrupted_publish() -> None:
 @pytest.mark.slow
 def test_an_interrupted_flush_is_no_longer_notified() -> None:
     """Otherwise every settled message would wake all callers, for as long as the publisher lives."""
-    with ScriptedBroker() as broker:
-        broker.script = confirm
-        with Publisher(broker.url) as publisher:
+    with ScriptedBroker() as broker, Publisher(broker.url) as publisher:
 
-            def flush() -> None:
-                publisher.submit(Message(b""), routing_key="q")
-                publisher.flush(PATIENCE)
+        def flushing() -> object:
+            return cast("Any", publisher)._channel._flushing
 
-            def check() -> None:
-                flush()
-                assert not cast("Any", publisher)._channel._flushing
+        def confirm_once_flushing(published: Published) -> None:
+            wait_until(flushing, timeout=PATIENCE, what="a flush that waits")
+            confirm(published)
 
+        def flush() -> None:
+            publisher.submit(Message(b""), routing_key="q")
+            publisher.flush(PATIENCE)
+
+        def check() -> None:
             flush()
-            interrupt_everywhere(flush, check, least=40)
+            assert not flushing()
+
+        broker.script = confirm_once_flushing
+        flush()
+        interrupt_everywhere(flush, check, least=30)
 
 
 @pytest.mark.slow
