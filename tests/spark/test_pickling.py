@@ -21,11 +21,12 @@ WHAT = ("source", "queue reader", "stream reader", "batch reader", "batch writer
 _UNPICKLE = """
 import pathlib, sys, traceback
 from pyspark import cloudpickle
-sys.modules["reliable_mq"] = None
 for file in sys.argv[1:]:
+    sys.modules["reliable_mq"] = None
     try:
         cloudpickle.loads(pathlib.Path(file).read_bytes())
     except Exception as error:
+        del sys.modules["reliable_mq"]  # Python 3.15 imports packages to explain why a module of theirs is missing
         pathlib.Path(file).write_text("".join(traceback.format_exception(error)))
 """
 

@@ -174,7 +174,7 @@ def test_an_interrupted_flush_is_no_longer_notified() -> None:
 
         broker.script = confirm_once_flushing
         flush()
-        interrupt_everywhere(flush, check, least=30)
+        interrupt_everywhere(flush, check, least=25)
 
 
 @pytest.mark.slow
