@@ -556,7 +556,7 @@ def test_a_publisher_whose_loop_ended_leaves_its_rows_to_another(tmp_path: Path)
     """A file has one relay at a time, in all processes. Who forgot to close the publisher is told."""
 
     async def main() -> None:
-        publisher = AsyncPublisher(NOBODY, outbox=SQLiteOutbox(tmp_path / "outbox"))
+        publisher = AsyncPublisher(NOBODY, outbox=outbox)
         await publisher.publish(message(1), routing_key="q")
         await until(lambda: publisher._started_channel is not None)
 
@@ -569,13 +569,14 @@ def test_a_publisher_whose_loop_ended_leaves_its_rows_to_another(tmp_path: Path)
             what="the end of the writer",
         )
 
-    other = SQLiteOutbox(tmp_path / "outbox")
+    outbox, other = (SQLiteOutbox(tmp_path / "outbox") for _ in range(2))
     try:
-        with pytest.warns(ResourceWarning) as told:  # Python 3.13 warns of its database connections, too
+        with pytest.warns(ResourceWarning) as told:
             run(told)
         claims = other.claims()
         wait_until(lambda: claims.take(1).rows, timeout=10, what="the row, which may be delayed")
     finally:
         for left in list(sqlite_relay._open_claims):
             left.close()
+        outbox.close()
         other.close()

@@ -150,8 +150,8 @@ def test_a_refused_token_is_told_from_another_end(
         assert issuer.calls == 2
         over = UPDATE_SECRET if refused else (0, 0)
         broker.connection.close(530, "NOT_ALLOWED - vhost '/' was deleted or the secret was refused", over)
+        broker.wait(lambda: issuer.calls == 3, "a new token")
         publisher.publish(Message(b"2"), routing_key="orders", timeout=20)
-        assert issuer.calls == 3
     assert ("the broker refused the renewed token and closed the connection: 530" in caplog.text) is refused
 
 
