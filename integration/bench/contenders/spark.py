@@ -50,8 +50,8 @@ class Place:
         master: The master of Spark.
         settings: Additional settings of Spark.
         apart: Parts of the command lines of processes that are left out, with their descendants.
-        itself: Whether this process counts. Where the driver alone is measured, its looks at ``/proc`` and at the
-            query's progress would be a tenth of the result.
+        itself: Whether this process counts. It only measures where the driver alone is measured. Its looks at ``/proc``
+            and at the query's progress would be a part of the result.
     """
 
     master: str
