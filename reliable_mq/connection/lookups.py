@@ -1,15 +1,15 @@
 """Look up the addresses of host names, on a few daemon threads of the process.
 
-A lookup takes as long as the resolvers take: minutes, or for ever. It cannot be stopped, and the attempt to connect
-that wants its answer gives up before, to be followed by the next attempt. So a lookup belongs to its host, not to an
-attempt. The threads of the standard library's pools are not used, because they would delay the end of the program.
+A lookup takes as long as the resolvers take: minutes, or for ever. It cannot be stopped. An attempt to connect gives up
+before, and the next attempt follows. So a lookup belongs to its host, not to an attempt. The threads of the standard
+library's pools are not used, because they would delay the end of the program.
 
 Invariants:
 
 - At most `MOST` lookups run at a time. The others wait, in the order of their hosts.
-- While a host is looked up, all who ask for it wait for the same answer. Only if it has not come after `PATIENCE`
-  seconds, which are doubled each time, the host is looked up once more, as the first lookup may hang for ever.
-- An asker gets its answer on its own loop, at most once, and not after it has cancelled.
+- While a host is looked up, all callers wait for the same answer. Only if it has not come after `PATIENCE` seconds,
+  which are doubled each time, the host is looked up once more, as the first lookup may hang for ever.
+- A caller gets its answer on its own loop, at most once, and not after it has cancelled.
 - A forked child begins without lookups. Its parent's threads do not exist there.
 """
 
@@ -39,10 +39,10 @@ PATIENCE: Final = 60.0  # seconds
 
 
 class Lookup:
-    """The wait of one asker for the addresses of a host.
+    """The wait of one caller for the addresses of a host.
 
     Args:
-        call_soon: A thread-safe callable that runs a call on the loop of the asker.
+        call_soon: A thread-safe callable that runs a call on the loop of the caller.
         done: A callable for the answer, which is called on the loop.
     """
 
@@ -52,11 +52,11 @@ class Lookup:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the asker waits for the answer."""
+        """Whether the caller waits for the answer."""
         return self._done is not None
 
     def cancel(self) -> bool:
-        """Give up; return whether the answer was still to come. On the loop only."""
+        """Cancel the wait; return whether the answer was still to come. On the loop only."""
         was_wanted, self._done = self.is_wanted, None
         return was_wanted
 
@@ -74,7 +74,7 @@ class Lookup:
 class _Host:
     """A host and port that are looked up."""
 
-    askers: list[Lookup] = field(default_factory=list)
+    waiting: list[Lookup] = field(default_factory=list)
     running: int = 0  # lookups
     again_at: float = 0.0  # when the next lookup may begin
 
@@ -107,8 +107,8 @@ class Lookups:
             return lookup
         with self._lock:
             one = self._hosts.setdefault((host, port), _Host())
-            one.askers = [asker for asker in one.askers if asker.is_wanted]
-            one.askers.append(lookup)
+            one.waiting = [each for each in one.waiting if each.is_wanted]
+            one.waiting.append(lookup)
             due = self._count_due()
         self._start(due)
         return lookup
@@ -118,7 +118,7 @@ class Lookups:
         now = time.monotonic()
         due = []
         for key, one in self._hosts.items():
-            if self._running < MOST and now >= one.again_at and any(asker.is_wanted for asker in one.askers):
+            if self._running < MOST and now >= one.again_at and any(each.is_wanted for each in one.waiting):
                 one.again_at = now + PATIENCE * 2**one.running
                 one.running += 1
                 self._running += 1
@@ -135,12 +135,12 @@ class Lookups:
             one.running -= 1
             self._running -= 1
             one.again_at = 0.0
-            askers, one.askers = one.askers, []
+            answered, one.waiting = one.waiting, []
             if not one.running:
                 del self._hosts[key]
             due = self._count_due()
-        for asker in askers:
-            asker.answer(found)
+        for lookup in answered:
+            lookup.answer(found)
         self._start(due)
 
     def _reset(self) -> None:

@@ -53,8 +53,8 @@ def resolver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     resolver.answer(*resolver.asked)
 
 
-class Asker:
-    """An asker with a loop that runs its calls in `turn`."""
+class Caller:
+    """A caller with a loop that runs its calls in `turn`."""
 
     def __init__(self, lookups: Lookups, host: str, port: int = 5672) -> None:
         self.answers: list[Any] = []
@@ -75,20 +75,20 @@ class Asker:
 
 def test_all_who_ask_for_a_host_wait_for_the_same_answer(resolver: Resolver) -> None:
     lookups = Lookups()
-    askers = [Asker(lookups, "rabbit") for _ in range(50)]
-    other = Asker(lookups, "rabbit", 5671)
+    callers = [Caller(lookups, "rabbit") for _ in range(50)]
+    other = Caller(lookups, "rabbit", 5671)
     wait_until(lambda: resolver.asked["rabbit"] == 2, timeout=30, what="one lookup for each port")
     resolver.answer("rabbit")
-    assert [asker.answer[0][-1] for asker in askers] == [("rabbit", 5672)] * 50
+    assert [caller.answer[0][-1] for caller in callers] == [("rabbit", 5672)] * 50
     assert other.answer[0][-1] == ("rabbit", 5671)
-    assert Asker(lookups, "rabbit").answer
+    assert Caller(lookups, "rabbit").answer
     assert resolver.asked["rabbit"] == 3, "an answer is not kept"
     assert all(resolver.daemons)
 
 
 def test_an_answer_comes_once_and_not_after_a_cancel(resolver: Resolver) -> None:
     lookups = Lookups()
-    early, late, waiting = (Asker(lookups, "rabbit") for _ in range(3))
+    early, late, waiting = (Caller(lookups, "rabbit") for _ in range(3))
     assert early.lookup.cancel() is True
     assert early.lookup.cancel() is False
     resolver.answer("rabbit")
@@ -103,18 +103,18 @@ def test_an_answer_comes_once_and_not_after_a_cancel(resolver: Resolver) -> None
 
 def test_the_error_of_a_lookup_is_its_answer(resolver: Resolver) -> None:
     resolver.answer("unknown")
-    assert isinstance(Asker(Lookups(), "unknown").answer, socket.gaierror)
+    assert isinstance(Caller(Lookups(), "unknown").answer, socket.gaierror)
 
 
 def test_few_lookups_run_and_the_others_wait_for_their_turn(resolver: Resolver) -> None:
     lookups = Lookups()
     hosts = [f"host{number}" for number in range(MOST + 3)]
-    askers = [Asker(lookups, host) for host in hosts]
-    askers[MOST].lookup.cancel()
+    callers = [Caller(lookups, host) for host in hosts]
+    callers[MOST].lookup.cancel()
     wait_until(lambda: resolver.asked.total() == MOST, timeout=30, what="lookups")
     resolver.answer(*hosts)
-    for asker in (*askers[:MOST], *askers[MOST + 1 :]):
-        assert asker.answer
+    for caller in (*callers[:MOST], *callers[MOST + 1 :]):
+        assert caller.answer
     assert hosts[MOST] not in resolver.asked, "nobody waits for it"
 
 
@@ -124,32 +124,32 @@ def test_a_lookup_that_hangs_is_begun_again_ever_more_rarely(
     now = [1000.0]
     monkeypatch.setattr(lookups_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     lookups = Lookups()
-    asker = Asker(lookups, "rabbit")
+    caller = Caller(lookups, "rabbit")
     for begun in range(1, 4):
         wait_until(lambda begun=begun: resolver.asked["rabbit"] == begun, timeout=30, what="another lookup")
         wait = PATIENCE * 2 ** (begun - 1)
         for part in (0.9, 0.2):
             now[0] += part * wait
-            asker.lookup.cancel()
-            asker = Asker(lookups, "rabbit")
+            caller.lookup.cancel()
+            caller = Caller(lookups, "rabbit")
             assert resolver.asked["rabbit"] == begun or part == 0.2
     wait_until(lambda: resolver.asked["rabbit"] == 4, timeout=30, what="the fourth lookup")
     resolver.answer("rabbit")
-    assert asker.answer
+    assert caller.answer
     wait_until(lambda: not lookups._hosts, timeout=30, what="the end of all lookups")
 
 
 def test_an_address_is_not_looked_up() -> None:
     """No thread is used, and the answer comes after the call."""
     threads = set(threading.enumerate())
-    askers = [Asker(Lookups(), address) for address in ("127.0.0.1", "::1")]
+    callers = [Caller(Lookups(), address) for address in ("127.0.0.1", "::1")]
     assert set(threading.enumerate()) <= threads
-    assert [asker.answer[0][-1][:2] for asker in askers] == [("127.0.0.1", 5672), ("::1", 5672)]
+    assert [caller.answer[0][-1][:2] for caller in callers] == [("127.0.0.1", 5672), ("::1", 5672)]
 
 
 def test_a_forked_child_looks_up_what_its_parent_waits_for(resolver: Resolver) -> None:
     lookups = Lookups()
-    parents = Asker(lookups, "rabbit")
+    parents = Caller(lookups, "rabbit")
     wait_until(lambda: resolver.asked["rabbit"] == 1, timeout=30, what="a lookup")
 
     child = os.fork()
@@ -157,7 +157,7 @@ def test_a_forked_child_looks_up_what_its_parent_waits_for(resolver: Resolver) -
         try:
             resolver.__init__()  # type: ignore[misc]  # a thread of the parent may hold a lock
             resolver.answer("rabbit")
-            os._exit(0 if Asker(lookups, "rabbit").answer else 2)
+            os._exit(0 if Caller(lookups, "rabbit").answer else 2)
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
