@@ -18,6 +18,7 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, Idempotenc
 from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
+from tests.outbox.hanging import HangingOutbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -233,15 +234,10 @@ def test_a_publisher_is_not_ready_while_its_outbox_fails(
 def test_a_publisher_whose_outbox_hangs_is_not_ready(
     broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = threading.Event()
-
-    class Hanging(SQLiteOutbox):
-        def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-            answers.wait(30)
-            super().write(rows, settlements)
-
+    outbox = HangingOutbox(tmp_path / "outbox.db")
+    outbox.hangs = "rows"
     monkeypatch.setattr(health_module, "_STORE_FAILURE_LASTS", 0.1)
-    with new_publisher(outbox=Hanging(tmp_path / "outbox.db"), max_outstanding=1) as publisher:
+    with new_publisher(outbox=outbox, max_outstanding=1) as publisher:
         broker.script = lambda published: published.channel.ack(published.number)
         try:
             with pytest.raises(OutboxError, match="hangs"):
@@ -260,61 +256,31 @@ def test_a_publisher_whose_outbox_hangs_is_not_ready(
             assert states(health) == (True, False, False)
             assert "1 messages are not stored, and its outbox has not answered for" in health.reason
         finally:
-            answers.set()
+            outbox.answers.set()
         wait_health(publisher, lambda health: health.ready)
         assert inner(publisher)._outbox_channel.relay.statistics.not_stored == 2
 
 
-class Freezing(SQLiteOutbox):
-    """An outbox whose disk freezes from some time on: reading from it, or writing outcomes to it."""
-
-    frozen = ""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, poll_interval=0.01)
-        self.thawed = threading.Event()
-
-    def answer(self, call: str) -> None:
-        if call == self.frozen:
-            self.thawed.wait(30)
-
-    def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        if settlements:
-            self.answer("write")
-        super().write(rows, settlements)
-
-    def claims(self) -> Any:
-        leases = super().claims()
-        take = leases.take
-
-        def take_late(limit: int, retries: int | None = None) -> Any:
-            self.answer("take")
-            return take(limit, retries)
-
-        leases.take = take_late  # type: ignore[method-assign]
-        return leases
-
-
-@pytest.mark.parametrize("call", ["take", "write"])
+@pytest.mark.parametrize("call", ["take", "outcomes"])
 def test_a_publisher_whose_relay_gets_no_answer_is_not_ready(
     broker: ScriptedBroker, new_publisher: NewClient, tmp_path: Path, call: str
 ) -> None:
     """No message waits to be stored, so only the relay notices that the outbox hangs."""
-    outbox = Freezing(tmp_path / "outbox.db")
+    outbox = HangingOutbox(tmp_path / "outbox.db")
     with new_publisher(outbox=outbox) as publisher:
         broker.script = lambda published: published.channel.ack(published.number)
         publisher.publish(Message(b"before"), routing_key="orders")
         publisher.flush(30)
-        outbox.frozen = call
+        outbox.hangs = call
         try:
-            if call == "write":
+            if call == "outcomes":
                 publisher.publish(Message(b"confirmed"), routing_key="orders")
             health = wait_health(publisher, lambda health: not health.ready, stuck_after=0.2)
             assert states(health) == (True, False, False)
             assert "its outbox has not answered its relay for" in health.reason
             assert inner(publisher).health().ready  # within confirm_timeout
         finally:
-            outbox.thawed.set()
+            outbox.answers.set()
         wait_health(publisher, lambda health: health.ready, stuck_after=0.2)
 
 

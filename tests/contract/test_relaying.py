@@ -20,8 +20,9 @@ from reliable_mq.outbox.sqlalchemy_table import boot_name
 from reliable_mq.sync.publisher_channel import PublisherChannel
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.tls import TLSOptions
-from tests.contract.test_health import Freezing, inner
+from tests.contract.test_health import inner
 from tests.contract.test_publishing import acking
+from tests.outbox.hanging import HangingOutbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,13 +118,13 @@ def test_rows_are_released_after_their_outcomes_are_written(
 ) -> None:
     """Another relay would publish a row again that the broker has confirmed, or before one of its key in flight."""
     broker.script = acking
-    outbox = Freezing(tmp_path / "outbox")
+    outbox = HangingOutbox(tmp_path / "outbox")
     publisher = new_publisher(outbox=outbox)
     publisher.connect()
     with closing(SQLiteOutbox(tmp_path / "outbox")) as another, closing(another.claims()) as claims:
         try:
             assert claims.take(10).rows == []
-            outbox.frozen = "write"
+            outbox.hangs = "outcomes"
             publisher.publish(Message(b""), routing_key="q")
             relay = inner(publisher)._outbox_channel.relay
             wait_until(lambda: relay.statistics.confirmed == 1, timeout=20, what="the confirm")
@@ -131,7 +132,7 @@ def test_rows_are_released_after_their_outcomes_are_written(
             assert claims.take(10).rows == []
             assert another.status().rows == 1
         finally:
-            outbox.thawed.set()
+            outbox.answers.set()
         assert relay.join(20)
         assert another.status().rows == 0
         assert claims.take(10).rows == []

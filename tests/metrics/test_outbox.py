@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -18,6 +16,7 @@ from reliable_mq.metrics.registry import register
 from reliable_mq.outbox import SQLiteOutbox, row_count
 from reliable_mq.outbox.relay import OutboxRelay
 from reliable_mq.testing.waiting import wait_until
+from tests.outbox.hanging import HangingOutbox
 
 STATUS = OutboxStatus(rows=7, delayed=2, held=3, set_aside=4, unreadable=5, oldest_age=1.5)
 RELAY = RelayStatus(unanswered_seconds=0.25)
@@ -130,35 +129,6 @@ def test_a_relay_reports_counts_only_while_the_outbox_answers(tmp_path: Path, mo
         outbox.close()
 
 
-class Hanging(SQLiteOutbox):
-    """An outbox whose calls of one kind hang from some time on."""
-
-    hangs = ""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path, poll_interval=0.01)
-        self.answers = threading.Event()
-
-    def answer(self, call: str) -> None:
-        if call == self.hangs:
-            self.answers.wait(30)
-
-    def status(self) -> OutboxStatus:
-        self.answer("status")
-        return super().status()
-
-    def claims(self) -> Any:
-        leases = super().claims()
-        take = leases.take
-
-        def take_late(limit: int, retries: int | None = None) -> Any:
-            self.answer("take")
-            return take(limit, retries)
-
-        leases.take = take_late  # type: ignore[method-assign]
-        return leases
-
-
 @pytest.mark.parametrize("call", ["status", "take"])
 def test_a_relay_reports_no_counts_while_the_outbox_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
@@ -166,7 +136,7 @@ def test_a_relay_reports_no_counts_while_the_outbox_hangs(
     monkeypatch.setattr(row_count, "_EVERY", 0.01)
     monkeypatch.setattr(row_count, "_SHARE", 0)
     monkeypatch.setattr(row_count, "_HANGS_AFTER", 0.3)
-    outbox = Hanging(tmp_path / "outbox")
+    outbox = HangingOutbox(tmp_path / "outbox")
     relay = OutboxRelay(outbox, Silent(), settle=lambda _: None, limit=10, max_bytes=2**20, name="relay", measured=True)
     relay.start(outbox.claims())
     try:

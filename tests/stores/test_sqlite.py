@@ -400,6 +400,12 @@ class Machine:
             sql.close()
             engine.dispose()
 
+    def claim_two(self, kind: str, key: object) -> None:
+        """Complete a claim of ``done KEY``, and hold one of ``held KEY``."""
+        with self.store(kind) as store:
+            done, _ = store.claim_many([f"done {key}", f"held {key}"], LEASE)
+            assert store.complete_many([done]) == [True]
+
     def status(self, kind: str, key: str) -> ClaimStatus:
         with self.store(kind) as store:
             return store.claim_many([key], LEASE)[0].status
@@ -416,9 +422,7 @@ def test_a_boot_with_a_wrong_clock_keeps_leases_and_retention(machine: Machine, 
     """They survive that boot and the next one, which has a correct clock."""
     for wall in (0.0, wrong, 3600.0):
         machine.boot(wall)
-        with machine.store(kind) as store:
-            done, _ = store.claim_many([f"done {wall}", f"held {wall}"], LEASE)
-            assert store.complete_many([done]) == [True]
+        machine.claim_two(kind, wall)
         assert machine.status(kind, "done 0.0") is ClaimStatus.DONE
         assert machine.status(kind, f"held {wall}") is ClaimStatus.IN_PROGRESS
     assert machine.status(kind, f"done {wrong}") is ClaimStatus.DONE
@@ -470,9 +474,7 @@ def test_a_file_that_is_moved_to_another_machine_and_back(machine: Machine, kind
     for place in (one, other, one):
         machine.current = place
         key = f"of {machine.running}"
-        with machine.store(kind) as store:
-            done, _ = store.claim_many([f"done {key}", f"held {key}"], LEASE)
-            assert store.complete_many([done]) == [True]
+        machine.claim_two(kind, key)
         machine.run(10 * RETENTION)  # while nobody uses the file
         machine.current = other if place is one else one
         assert machine.status(kind, f"done {key}") is ClaimStatus.DONE
