@@ -226,16 +226,3 @@ def test_a_confirm_costs_the_same_among_a_thousand_and_a_million(
         return spent / (settled * rounds)
 
     assert_same_cost(lambda: cost(1_000, 10), lambda: cost(1_000_000, 1))
-
-
-@pytest.mark.parametrize(
-    ("generation", "tag", "multiple"),
-    [(1, 1, False), (1, 2, False), (1, 5, False), (1, 3, True), (1, 4, True), (1, 5, True), (1, 0, True), (0, 1, True)],
-)
-def test_the_numbers_of_what_a_confirm_settles_are_known_before(generation: int, tag: int, multiple: bool) -> None:
-    tracker: ConfirmTracker[int] = ConfirmTracker()
-    tracker.channel_opened(1)
-    tracker.published([1, 2, 3, 4])
-    tracker.settle(1, 2, False)
-    assert tracker.outstanding_numbers == [1, 3, 4]
-    assert tracker.numbers(generation, tag, multiple) == tracker.settle(generation, tag, multiple)

@@ -104,22 +104,6 @@ class SequencedItems(Generic[T]):
             items += settled
         return items
 
-    def holds(self, number: int) -> bool:
-        """Return whether an item is held under this number."""
-        index = number - self._base
-        if index < 0:
-            return number in self._stragglers
-        return index < len(self._slots) and self._slots[index] is not None
-
-    def numbers_through(self, number: int) -> list[int]:
-        """Return the numbers of the items that `pop_through` would remove, in order."""
-        head = self._base + self._head
-        slots = enumerate(self._slots[self._head : max(number - self._base + 1, 0)], head)
-        return [
-            *(straggler for straggler in self._stragglers if straggler <= number),
-            *(at for at, item in slots if item is not None),
-        ]
-
     def all(self) -> list[T]:
         """Return all items, in order."""
         return [*self._stragglers.values(), *(item for item in self._slots[self._head :] if item is not None)]
@@ -220,24 +204,10 @@ class ConfirmTracker(Generic[T]):
             self.settled_through = tag
         return settled
 
-    def numbers(self, generation: int, tag: int, multiple: bool) -> list[int]:
-        """Return the sequence numbers of the publishes that `settle` would return."""
-        if generation != self.generation:
-            return []
-        if not multiple:
-            return [tag] if self._items.holds(tag) else []
-        last = tag or self._items.next_number - 1
-        return self._items.numbers_through(last) if last < self._items.next_number else []
-
     @property
     def outstanding(self) -> list[T]:
         """The publishes that `channel_lost` would return."""
         return self._items.all()
-
-    @property
-    def outstanding_numbers(self) -> list[int]:
-        """The sequence numbers of the publishes that `channel_lost` would return."""
-        return self._items.numbers_through(self._items.next_number - 1)
 
     def channel_lost(self) -> list[T]:
         """Return the unsettled publishes of the lost channel, in publish order."""

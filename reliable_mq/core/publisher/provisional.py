@@ -25,7 +25,7 @@ from reliable_mq.core.publisher.publication import Publication, PublicationState
 from reliable_mq.core.publisher.trace import PublicationEvent, record
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
 __all__ = ["ProvisionalConfirms"]
 
@@ -48,7 +48,7 @@ class ProvisionalConfirms(Generic[P]):
         #: Queues that were made a grace before this time are old, because the broker has run since.
         self.proven = -inf
         self._broker = ""
-        self._places: dict[P, tuple[int, int]] = {}  # generation and number, which give the order of publishing
+        self._generations: dict[P, int] = {}  # the channel of each publish; with its tag, it gives the order
         self._final: list[tuple[float, int, list[P]]] = []  # publishes, by the time that makes them final once proven
         self._order = itertools.count()  # breaks ties in _final
         self._begun_at: float | None = None  # when the round trip in progress on this channel began
@@ -56,7 +56,7 @@ class ProvisionalConfirms(Generic[P]):
         self._answered: deque[float] = deque(maxlen=_ROUND_TRIPS)  # when answered round trips of this connection began
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._generations)
 
     def channel_opened(self, new_queues: NewQueues, broker: str = "") -> None:
         """Begin with a channel, perhaps to another broker.
@@ -75,11 +75,11 @@ class ProvisionalConfirms(Generic[P]):
             self.proven = -inf
         self.proven = max(self.proven, new_queues.proven(broker, self.grace))
 
-    def acked(self, generation: int, numbers: list[int], publications: list[P], now: float) -> list[P]:
+    def acked(self, generation: int, publications: list[P], now: float) -> list[P]:
         """Keep publishes that may be in a new queue. Return the others, which are final."""
         final: list[P] = []
         kept: dict[float, list[P]] = {}
-        for number, publication in zip(numbers, publications, strict=True):
+        for publication in publications:
             at = None
             if publication.state is PublicationState.ON_WIRE and publication.reply is None:
                 at = self.new_queues.final_at(
@@ -94,7 +94,7 @@ class ProvisionalConfirms(Generic[P]):
                 final.append(publication)
             else:
                 publication.state = PublicationState.PROVISIONAL
-                self._places[publication] = generation, number
+                self._generations[publication] = generation
                 kept.setdefault(at, []).append(publication)
         for at, those in kept.items():
             record(those, PublicationEvent.PROVISIONAL)
@@ -103,30 +103,28 @@ class ProvisionalConfirms(Generic[P]):
 
     def given_up(self, publication: P) -> None:
         """Forget a publish whose deadline has passed."""
-        del self._places[publication]
+        del self._generations[publication]
 
     def channel_lost(self) -> None:
         """Forget the round trip that is in progress."""
         self._begun_at = None
 
-    def connection_lost(self, on_wire: Mapping[P, tuple[int, int]]) -> list[P]:
+    def connection_lost(self, on_wire: Sequence[P], generation: int) -> list[P]:
         """Return the publishes to send again, in their old order.
 
         The broker may have died, and its new queues with it. The code that opens the next connection records the queues
-        again that were not known to be old.
-
-        Args:
-            on_wire: The publishes without a confirm, by generation and number.
+        again that were not known to be old. Those ``on_wire`` have no confirm, and were published on the channel
+        ``generation``.
         """
         self._next_at = -inf
         self._answered.clear()
-        for publication in self._places:
+        for publication in self._generations:
             publication.in_doubt = True
-        record(self._places, PublicationEvent.IN_DOUBT)
-        places = {**self._places, **on_wire}
-        self._places.clear()
+        record(self._generations, PublicationEvent.IN_DOUBT)
+        generations = self._generations | dict.fromkeys(on_wire, generation)
+        self._generations.clear()
         self._final.clear()
-        return sorted(places, key=places.__getitem__)
+        return sorted(generations, key=lambda one: (generations[one], one.tag))
 
     def round_trip_begun(self, now: float) -> None:
         """Record that the round trip of `round_trip_at` has begun."""
@@ -147,7 +145,7 @@ class ProvisionalConfirms(Generic[P]):
         final: list[P] = []
         while self._final and self._final[0][0] <= self.proven:
             final += heapq.heappop(self._final)[2]
-        return [one for one in final if self._places.pop(one, None) is not None]
+        return [one for one in final if self._generations.pop(one, None) is not None]
 
     @property
     def round_trip_at(self) -> float | None:

@@ -55,7 +55,7 @@ from reliable_mq.core.publisher.window import MessageIdQueue
 from reliable_mq.core.statistics import PublisherStatistics
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
     from random import Random
 
     from reliable_mq.core.new_queues import NewQueues
@@ -163,7 +163,7 @@ class PublisherSession(Generic[P]):
 
     def connection_replaced(self) -> None:
         """Publish provisional publishes again, since their connection is lost."""
-        self._send_first({})
+        self._send_first()
 
     def round_trip_begun(self, now: float) -> None:
         self._provisional.round_trip_begun(now)
@@ -176,15 +176,12 @@ class PublisherSession(Generic[P]):
 
     def acked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
         """Settle the publishes of a ``basic.ack``, except provisional ones."""
-        provisional = self._provisional
-        numbers: list[int] | None = None
-        if provisional.proven < provisional.new_queues.latest + provisional.grace:
-            numbers = self._tracker.numbers(generation, tag, multiple)
         settled = self._tracker.settle(generation, tag, multiple)
         if settled:
             self.trust.acked(settled, now)
-            if numbers is not None:
-                settled = provisional.acked(generation, numbers, settled, now)
+            provisional = self._provisional
+            if provisional.proven < provisional.new_queues.latest + provisional.grace:
+                settled = provisional.acked(generation, settled, now)
             self._confirm(settled, now)
 
     def nacked(self, generation: int, tag: int, multiple: bool, now: float) -> None:
@@ -239,7 +236,6 @@ class PublisherSession(Generic[P]):
             return
         if connection:
             self.blocked_reason, self.disconnected_reason = None, text
-        numbers = self._tracker.outstanding_numbers if self._provisional else []
         lost = self._tracker.channel_lost()
         self.trust.channel_lost(lost)
         self._provisional.channel_lost()
@@ -270,8 +266,7 @@ class PublisherSession(Generic[P]):
         elif self._bisector.active:
             self._bisector.interrupted(unsettled, unwritten)
         elif connection and self._provisional:
-            places = {one: (generation, number) for one, number in zip(lost, numbers, strict=True)}
-            self._send_first({one: places[one] for one in unsettled})
+            self._send_first(unsettled, generation)
         else:
             self._ready.extendleft(reversed(unsettled))
         if connection:
@@ -523,13 +518,10 @@ class PublisherSession(Generic[P]):
             self.statistics.confirmed += len(waited)
             self.statistics.confirm_seconds.observe_all(waited)
 
-    def _send_first(self, on_wire: Mapping[P, tuple[int, int]]) -> None:
-        """Publish provisional publishes and ``on_wire`` again first, in their order.
-
-        ``on_wire`` has the generation and number of each publish on the wire.
-        """
+    def _send_first(self, on_wire: Sequence[P] = (), generation: int = 0) -> None:
+        """Publish provisional publishes and those of the lost channel first, in order."""
         self.statistics.in_doubt += len(self._provisional)
-        publications = self._provisional.connection_lost(on_wire)
+        publications = self._provisional.connection_lost(on_wire, generation)
         state = _SUSPECT if self._bisector.active else _READY
         for publication in publications:
             publication.state = state
