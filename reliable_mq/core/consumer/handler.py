@@ -264,7 +264,7 @@ class _Handover(Generic[T]):
 
 
 class GroupRemainder(NamedTuple):
-    """The results and unbegun deliveries of a group that others take over."""
+    """The results and unbegun deliveries of a group that are left to settle."""
 
     results: list[Delivery | Failed]
     unbegun: list[Delivery]
@@ -283,6 +283,8 @@ class GroupProgress:
     Attributes:
         epoch: The epoch of the waiting work to which the group belongs.
         claims: The claims of the group.
+        ended: The results of handlers that have ended, to be settled.
+        settled: The results that are settled, or need no settlement, to be reported.
         interrupted: Whether deliveries that had not begun were taken over.
     """
 
@@ -290,45 +292,29 @@ class GroupProgress:
         self.epoch = epoch
         self.claims: dict[Delivery, Claim] = {}
         self.interrupted = False
+        self.ended = _Handover[Delivery | Failed]()
+        self.settled = _Handover[Result]()
         self._waiting = _Handover[Delivery]()
-        self._results = _Handover[Delivery | Failed]()
-        self._settled = _Handover[Result]()
 
     def begin(self, deliveries: Iterable[Delivery]) -> Iterator[Delivery]:
         """Yield the deliveries that the group is to begin, one after the other."""
         self._waiting.add(*deliveries)  # all at once: another thread must not take over the first ones alone
         return self._waiting.take(own=True)
 
-    def add(self, result: Delivery | Failed) -> None:
-        """Add the result of a handler that has ended."""
-        self._results.add(result)
-
-    def take(self) -> list[Delivery | Failed]:
-        """Return the results that the group is to settle."""
-        return list(self._results.take(own=True))
-
-    def add_settled(self, results: Iterable[Result]) -> None:
-        """Add results that are settled, or need no settlement."""
-        self._settled.add(*results)
-
-    def take_settled(self) -> list[Result]:
-        """Return the settled results that the group is to report."""
-        return list(self._settled.take(own=True))
-
     def take_over(self) -> GroupRemainder:
         """Return the rest, which the caller is to settle instead of the group."""
         rest = GroupRemainder(
-            list(self._results.take(own=False)),
+            list(self.ended.take(own=False)),
             list(self._waiting.take(own=False)),
-            list(self._settled.take(own=False)),
+            list(self.settled.take(own=False)),
         )
         self.interrupted = self.interrupted or bool(rest.unbegun)
         return rest
 
     def left(self, deliveries: Iterable[Delivery]) -> list[Delivery]:
         """Return those of the group's deliveries that nobody takes over. It has ended."""
-        reported = map(delivery_of, self._settled.lost())
-        lost = {*map(delivery_of, self._results.lost()), *self._waiting.lost(), *reported}
+        reported = map(delivery_of, self.settled.lost())
+        lost = {*map(delivery_of, self.ended.lost()), *self._waiting.lost(), *reported}
         return [delivery for delivery in deliveries if delivery not in lost]
 
 
@@ -364,17 +350,15 @@ def handling(
     results: list[Result] = []
     if claiming is None:
         left = yield from _call_handler(list(deliveries), batch, wall_clock, progress)
-        return [*progress.take(), *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
+        return [*progress.ended.take(own=True), *(Skipped(delivery, SkipReason.NOT_BEGUN) for delivery in left)]
     unclaimed = [delivery for delivery in deliveries if delivery.claim in (None, _REFUSED)]
     progress.claims = claims = yield from _claim(unclaimed, claiming, results, wall_clock)
     done = [(delivery, delivery.claim) for delivery in deliveries if delivery.claim not in (None, _REFUSED)]
     yield from _complete(claiming, done, results)
-    progress.add_settled(results)
+    progress.settled.add(*results)
     left = yield from _call_handler(list(claims), batch, wall_clock, progress)
-    own, results = progress.take(), progress.take_settled()
-    results += yield from _release_untried(claiming, {one: claims[one] for one in left}, SkipReason.NOT_BEGUN)
-    results += yield from _settle_results(claiming, claims, own)
-    return results
+    own = GroupRemainder(list(progress.ended.take(own=True)), left, list(progress.settled.take(own=True)))
+    return (yield from settling_rest(claiming, claims, own))
 
 
 def settling_rest(claiming: ClaimPolicy, claims: dict[Delivery, Claim], rest: GroupRemainder) -> Handling:
@@ -456,9 +440,9 @@ def _call_handler(
             except GeneratorExit:
                 raise
             except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
-                progress.add(Failed(delivery, _describe(error, wall_clock())))
+                progress.ended.add(Failed(delivery, _describe(error, wall_clock())))
             else:
-                progress.add(delivery)
+                progress.ended.add(delivery)
     elif deliveries:
         try:
             given = list(deliveries)  # a copy that the handler may change
@@ -470,10 +454,10 @@ def _call_handler(
         except BaseException as error:  # noqa: BLE001 -- the handler's, whatever it is: sys.exit() too
             failure = _describe(error, wall_clock())
             for delivery in deliveries:
-                progress.add(Failed(delivery, failure, alone=len(deliveries) == 1))
+                progress.ended.add(Failed(delivery, failure, alone=len(deliveries) == 1))
         else:
             for delivery, verdict in found:
-                progress.add(delivery if verdict is None else Failed(delivery, describe(verdict, wall_clock())))
+                progress.ended.add(delivery if verdict is None else Failed(delivery, describe(verdict, wall_clock())))
     return left
 
 
