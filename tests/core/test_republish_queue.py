@@ -25,13 +25,13 @@ def opened(*delays: float) -> RepublishQueue:
 def test_a_delay_of_the_policy_needs_no_declaration() -> None:
     out = opened(10)
     assert out.delay(delivery(), 10)
-    [republish] = out.take()
+    declared, [republish] = out.take()
     assert (republish.exchange, republish.routing_key, republish.purpose) == (
         "",
         "orders.retry.10000",
         RepublishReason.RETRY,
     )
-    assert list(out.take_declarations()) == []
+    assert list(declared) == []
     assert not out.idle
     out.settled(republish)
     assert out.idle
@@ -42,22 +42,22 @@ def test_another_delay_waits_for_its_queue_to_be_declared_once() -> None:
     assert out.delay(delivery(1), 70)
     assert out.delay(delivery(2), 70)
     assert not out.idle
-    assert out.take() == []
-    [queue] = out.take_declarations()
+    [queue], published = out.take()
+    assert published == []
     assert queue.name == "orders.retry.50000"
-    assert list(out.take_declarations()) == []
+    assert out.take() == ((), ())
     assert out.declared(queue.name, ok=True) == []
-    first, second = out.take()
+    _, (first, second) = out.take()
     assert (first.delivery.delivery_tag, second.delivery.delivery_tag) == (1, 2)
     assert decode_retry_headers(waited(first.properties)) == RetryState((20_000,))
     assert out.delay(delivery(3), 70)
-    assert len(out.take()) == 1, "it is known now"
+    assert [len(taken) for taken in out.take()] == [0, 1], "it is known now"
 
 
 def test_a_refused_declaration_is_tried_once_per_channel() -> None:
     out = opened(10)
     assert out.delay(delivery(), 70)
-    [queue] = out.take_declarations()
+    [queue], _ = out.take()
     [waiting] = out.declared(queue.name, ok=False)
     assert waiting.queue == queue
     assert not out.delay(delivery(), 70)
@@ -69,14 +69,14 @@ def test_a_refused_declaration_is_tried_once_per_channel() -> None:
 def test_a_queue_that_is_missing_is_declared_again() -> None:
     out = opened(10)
     out.delay(delivery(), 10)
-    [republish] = out.take()
+    _, [republish] = out.take()
     out.settled(republish)
     out.missing(republish)
     out.again(republish)
-    [queue] = out.take_declarations()
+    [queue], _ = out.take()
     assert queue.name == "orders.retry.10000"
     out.declared(queue.name, ok=True)
-    assert out.take() == [republish]
+    assert out.take() == ([], [republish])
 
 
 @pytest.mark.parametrize(
@@ -94,15 +94,18 @@ def test_a_missing_dead_letter_queue_is_declared_if_known(declared: list[Queue],
     out = RepublishQueue(dead_letters, None)
     out.opened()
     assert out.dead_letter(delivery(source=ChannelGeneration(1, 1, "orders")), "why")
-    assert list(out.take_declarations()) == []
-    [republish] = out.take()
+    queues, [republish] = out.take()
+    assert list(queues) == []
     out.settled(republish)
     out.missing(republish)
     out.again(republish)
-    assert [queue.name for queue in out.take_declarations()] == again
+    queues, published = out.take()
+    assert [queue.name for queue in queues] == again
     for name in again:
+        assert published == []
         assert out.declared(name, ok=True) == []
-    assert out.take() == [republish]
+        _, published = out.take()
+    assert published == [republish]
 
 
 def test_nothing_of_a_lost_channel_is_published() -> None:
@@ -111,11 +114,10 @@ def test_nothing_of_a_lost_channel_is_published() -> None:
     out.delay(delivery(), 70)
     out.lost()
     assert out.idle
-    assert out.take() == []
-    assert list(out.take_declarations()) == []
+    assert out.take() == ((), ())
     out.opened()
     assert out.declared("orders.retry.50000", ok=True) == [], "an answer that comes late"
-    assert out.take() == []
+    assert out.take() == ((), ())
 
 
 def test_what_has_to_be_held_instead() -> None:

@@ -381,7 +381,7 @@ class ConsumerSession:
             return Actions(lifecycle.state, recall=True)
         dispatch, count = dispatcher.take()
         self._running += count
-        declare, publish = settlement.republish.take_all()
+        declare, publish = settlement.republish.take()
         steady = lifecycle.steady
         if not steady:
             lifecycle.tick(now, drained=self._drained)

@@ -188,25 +188,17 @@ class RepublishQueue:
     def settled(self, republish: RepublishRequest) -> None:
         self._publishing.discard(republish)
 
-    def take_all(self) -> tuple[Sequence[Queue], Sequence[RepublishRequest]]:
-        """Take the queues to declare, and the messages to publish now."""
-        if self._ready or self._declarations:
-            return self.take_declarations(), self.take()
-        return (), ()
+    def take(self) -> tuple[Sequence[Queue], Sequence[RepublishRequest]]:
+        """Take the queues to declare, and the messages to publish now.
 
-    def take(self) -> list[RepublishRequest]:
-        """Take the messages to publish now. The caller reports each as `settled`."""
+        The caller reports each queue as `declared`, unless the channel is lost, and each message as `settled`.
+        """
+        if not (self._ready or self._declarations):
+            return (), ()
+        declarations, self._declarations = self._declarations, []
         ready, self._ready = self._ready, []
         self._publishing.update(ready)
-        return ready
-
-    def take_declarations(self) -> list[Queue]:
-        """Take the queues to declare.
-
-        The caller reports each as `declared`, unless the channel is lost.
-        """
-        declarations, self._declarations = self._declarations, []
-        return declarations
+        return declarations, ready
 
     def quarantining(self, source: ChannelGeneration | None) -> bool:
         """Return whether a delivery of this channel is being moved to quarantine."""
