@@ -79,10 +79,10 @@ class SteppedSession(ReadableSession):
         return found
 
     def take_work(self) -> list[Delivery]:
-        return [] if self._batcher is not None else list(chain.from_iterable(self._take("dispatch", ())))
+        return [] if self._dispatcher._batcher is not None else list(chain.from_iterable(self._take("dispatch", ())))
 
     def take_batches(self) -> list[list[Delivery]]:
-        return [] if self._batcher is None else list(chain.from_iterable(self._take("dispatch", ())))
+        return [] if self._dispatcher._batcher is None else list(chain.from_iterable(self._take("dispatch", ())))
 
     def take_isolated(self) -> list[Delivery | list[Delivery]]:
         return list(chain.from_iterable(self._take("dispatch_quarantined", ())))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from time import process_time
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from reliable_mq.core.consumer import acks as module
-from reliable_mq.core.consumer.acks import AckBatcher, Frames
+from reliable_mq.core.consumer.acks import AckBatcher, Frames, check_prefetch
 from reliable_mq.errors import ConfigurationError
 from tests.properties import machine
 
@@ -256,13 +255,13 @@ def test_a_delivery_that_was_missed_is_an_error() -> None:
         acks.delivered(5, 6)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [({"ack_every": 0}, "ack_every"), ({"ack_interval": -1.0}, "ack_interval"), ({"prefetch": 9}, "ack_every=10")],
-)
-def test_nonsense_is_refused(wrong: dict[str, Any], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        batcher(**wrong)
+@pytest.mark.parametrize("option", ["ack_every", "batch_size"])
+def test_a_prefetch_must_fit_complete_acks_and_batches(option: str) -> None:
+    """A prefetch of 0 is no limit."""
+    for prefetch in (0, 10, 11):
+        check_prefetch(prefetch, **{option: 10})
+    with pytest.raises(ConfigurationError, match=f"{option}=10 does not fit prefetch=9"):
+        check_prefetch(9, **{option: 10})
 
 
 def test_a_delivery_costs_the_same_among_a_thousand_or_a_million(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
+from reliable_mq import Ack, DeadLetter, RetryLater, UsageError
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.consumer.dispatch import Batcher, deliveries_of, verdicts
 from tests.core.deliveries import delivery
@@ -63,12 +63,6 @@ def test_nothing_is_due_where_nothing_waits() -> None:
     batcher = ReadyBatcher(3, 0.0)
     batcher.due(100.0)
     assert batcher.ready == []
-
-
-@pytest.mark.parametrize(("wrong", "named"), [((0, 1.0), "batch_size"), ((1, -1.0), "batch_wait")])
-def test_nonsense_is_refused(wrong: tuple[int, float], named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        Batcher(*wrong)
 
 
 def batch(count: int) -> list[Delivery]:

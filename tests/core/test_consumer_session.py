@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq import ConfigurationError, ConsumeError, PublishNacked, PublishRefused, ReliableMQError, RetryLater
+from reliable_mq import ConsumeError, PublishNacked, PublishRefused, ReliableMQError, RetryLater
 from reliable_mq.codec import Properties, encode_ack, encode_nack, encode_reject
 from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core import headers
@@ -468,18 +468,11 @@ def test_refusing_all_of_a_batch_leaves_nothing_waiting() -> None:
 # Settings
 
 
-def test_the_prefetch_may_change_if_the_batch_still_fits() -> None:
-    session = make(batch=(20, 3.0))
-    with pytest.raises(ConfigurationError, match="batch_size=20 does not fit prefetch=12"):
-        session.set_prefetch(12)
-    with pytest.raises(ConfigurationError, match="ack_every=10 does not fit prefetch=9"):
-        make().set_prefetch(9)
-    session.set_prefetch(20)
-    session.set_prefetch(0)
-    plain = make()
-    plain.set_prefetch(10)
-    plain.finished(deliver(plain, items(5)), 0.0)
-    assert plain.take_output(0.0) == encode_ack(CHANNEL, 5, True)
+def test_acks_follow_the_prefetch_of_a_subscription() -> None:
+    session = make()
+    session.subscribing(10)
+    session.finished(deliver(session, items(5)), 0.0)
+    assert session.take_output(0.0) == encode_ack(CHANNEL, 5, True)
 
 
 def test_automatic_acks_are_at_most_once_and_send_nothing() -> None:

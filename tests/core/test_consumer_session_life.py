@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq import ConfigurationError
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.consumer_timeout import ConsumerTimeout
@@ -71,8 +70,6 @@ def test_another_prefetch_is_told_to_the_broker_and_to_the_acks() -> None:
     session = opened(make())
     assert session.change_prefetch(40)
     assert session.poll(0.0).subscribe == [Resubscribe("", "#2", 40)]
-    with pytest.raises(ConfigurationError, match="ack_every"):
-        session.change_prefetch(3)
     assert not session.poll(0.0).subscribe
 
 

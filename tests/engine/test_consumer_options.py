@@ -221,14 +221,16 @@ def test_what_had_better_be_known_is_warned_of(queue: Any, given: dict[str, Any]
     assert len(options(queue, **given).warnings) == count
 
 
-def test_a_prefetch_that_does_not_fit_changes_nothing() -> None:
-    made = options(prefetch=100, batch_size=50)
-    for wrong in (49, -1):
-        with pytest.raises(ConfigurationError):
+@pytest.mark.parametrize("option", ["batch_size", "ack_every"])
+def test_a_prefetch_that_does_not_fit_changes_nothing(option: str) -> None:
+    made = options(prefetch=100, **{option: 50})
+    for wrong, named in ((49, f"{option}=50 does not fit prefetch=49"), (-1, "prefetch must be")):
+        with pytest.raises(ConfigurationError, match=named):
             made.change_prefetch(wrong)
         assert made.prefetch == 100
     made.change_prefetch(50)
     assert made.prefetch == 50
+    made.change_prefetch(0)
     with pytest.raises(ConfigurationError):
         options(EVENTS).change_prefetch(0)
 

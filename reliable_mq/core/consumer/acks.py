@@ -69,14 +69,11 @@ class AckBatcher:
     """The acks of one channel at a time. Not thread-safe.
 
     Args:
-        ack_every: The number of finished contiguous deliveries that are acked together. None for half of the current
-            prefetch, and at most a hundred.
+        ack_every: The number of finished contiguous deliveries that are acked together. It fits every prefetch
+            (`check_prefetch`). None for half of the current prefetch, and at most a hundred.
         ack_interval: The maximum seconds that a finished delivery waits for its ack.
         prefetch: The prefetch of the consumer, 0 for none.
         rest: The minimum seconds without an ack before an ack is sent because no handler runs. None for no such acks.
-
-    Raises:
-        ConfigurationError: If ``ack_every`` is below 1 or does not fit the prefetch, or ``ack_interval`` is negative.
     """
 
     def __init__(
@@ -88,10 +85,6 @@ class AckBatcher:
         rest: float | None = None,
         statistics: ConsumerStatistics | None = None,
     ) -> None:
-        if ack_every is not None and ack_every < 1:
-            raise ConfigurationError(f"ack_every must be at least 1, not {ack_every}")
-        if not ack_interval >= 0:
-            raise ConfigurationError(f"ack_interval must be a number of seconds, at least 0, not {ack_interval}")
         self.statistics = statistics or ConsumerStatistics()
         self._fits = ack_every is None  # whether ack_every follows the prefetch
         self._ack_every = _LARGEST_BATCH if ack_every is None else ack_every
@@ -145,17 +138,10 @@ class AckBatcher:
         return [delivery for delivery in deliveries if delivery.delivery_tag in unfinished]
 
     def set_prefetch(self, prefetch: int) -> None:
-        """Fit the acks to this prefetch from now on.
-
-        Raises:
-            ConfigurationError: If the given ``ack_every`` does not fit the prefetch.
-        """
-        half = max(1, prefetch // 2) if prefetch else 0
+        """Fit the acks to this prefetch from now on."""
+        self._half = max(1, prefetch // 2) if prefetch else 0
         if self._fits:
-            self._ack_every = min(half, _LARGEST_BATCH) or _LARGEST_BATCH
-        else:
-            check_prefetch(prefetch, ack_every=self._ack_every)
-        self._half = half
+            self._ack_every = min(self._half, _LARGEST_BATCH) or _LARGEST_BATCH
 
     def opened(self, generation: int) -> None:
         """Begin a new channel, whose tags start at 1."""

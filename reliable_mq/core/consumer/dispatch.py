@@ -17,7 +17,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
-from reliable_mq.errors import ConfigurationError, UsageError
+from reliable_mq.errors import UsageError
 from reliable_mq.retry import Ack, DeadLetter, RetryLater
 
 if TYPE_CHECKING:
@@ -153,16 +153,9 @@ class Batcher:
     Args:
         batch_size: The number of deliveries in a full batch.
         batch_wait: The maximum seconds that a batch waits to become full.
-
-    Raises:
-        ConfigurationError: If a value is out of range. The message names it.
     """
 
     def __init__(self, batch_size: int, batch_wait: float) -> None:
-        if batch_size < 1:
-            raise ConfigurationError(f"batch_size must be at least 1, not {batch_size}")
-        if not batch_wait >= 0:
-            raise ConfigurationError(f"batch_wait must be a number of seconds, at least 0, not {batch_wait}")
         self.batch_size = batch_size
         self.batch_wait = batch_wait
         self._waiting: list[Delivery] = []

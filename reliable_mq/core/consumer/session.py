@@ -25,7 +25,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from reliable_mq.core.consumer.acks import check_prefetch
 from reliable_mq.core.consumer.admission import Admission, AdmissionResult
 from reliable_mq.core.consumer.consumer_timeout import WARN_AT, ConsumerTimeout, ConsumerTimeoutMonitor
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_names
@@ -121,7 +120,6 @@ class ConsumerSession:
         grouped: bool = False,
     ) -> None:
         self._queue = queue
-        self._batcher = batcher
         self._quarantine = quarantine
         self._kill_switch = kill_switch
         self.lifecycle: Final = lifecycle
@@ -330,36 +328,21 @@ class ConsumerSession:
         self._end_subscription()
 
     def subscribing(self, prefetch: int) -> None:
-        """Fit the session to a channel that is being subscribed.
-
-        It raises the same errors as `set_prefetch`.
-        """
-        self.set_prefetch(prefetch)
+        """Fit the session to a channel that is being subscribed."""
+        self._acks.set_prefetch(prefetch)
         self.lifecycle.subscribing(prefetch)
         self._bound(prefetch)
 
     def change_prefetch(self, prefetch: int) -> bool:
         """Renew the subscription with this prefetch.
 
-        It raises the same errors as `set_prefetch`.
-
         Returns:
             False if that waits until nothing is unacked, to keep the role of the single active consumer.
         """
         if not self.lifecycle.is_single_active:
-            self.set_prefetch(prefetch)
+            self._acks.set_prefetch(prefetch)
             self._bound(prefetch, self.lifecycle.prefetch + self._acks.outstanding)
         return self.lifecycle.change_prefetch(prefetch)
-
-    def set_prefetch(self, prefetch: int) -> None:
-        """Fit the acks to this prefetch.
-
-        Raises:
-            ConfigurationError: If ``ack_every`` or ``batch_size`` does not fit the prefetch. Nothing has changed.
-        """
-        if self._batcher is not None:
-            check_prefetch(prefetch, batch_size=self._batcher.batch_size)
-        self._acks.set_prefetch(prefetch)
 
     # Actions
 
