@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reliable_mq import ConfigurationError, KillSwitch
-from reliable_mq.core.consumer.kill_switch import TRANSITIONS, KillSwitchMonitor, Transition
+from reliable_mq.core.consumer.kill_switch import TRANSITIONS, KillSwitchMonitor, KillSwitchState
 from tests.core.deliveries import delivery
 from tests.core.sessions import CheckedKillSwitch
 from tests.transitions import changes
@@ -25,7 +25,7 @@ def allowed(monitor: KillSwitchMonitor, now: float) -> int | None:
 
 def tripped() -> KillSwitchMonitor:
     monitor = CheckedKillSwitch(SWITCH)
-    assert monitor.settled(0, 4, 0.0) is Transition.PAUSED
+    assert monitor.settled(0, 4, 0.0) is KillSwitchState.PAUSED
     return monitor
 
 
@@ -44,7 +44,7 @@ def test_it_trips_on_a_share_of_enough_handlings() -> None:
     assert monitor.settled(0, 3, 0.0) is None
     assert allowed(monitor, 0.0) is None
     assert not monitor.paused
-    assert monitor.settled(3, 0, 1.0) is Transition.PAUSED
+    assert monitor.settled(3, 0, 1.0) is KillSwitchState.PAUSED
     assert monitor.paused
     assert allowed(monitor, 2.9) == 0
     assert (monitor.deadline, monitor.pause) == (3.0, 2.0)
@@ -78,7 +78,7 @@ def test_one_that_succeeds_ends_it() -> None:
     monitor.dispatched([delivery(1)])
     assert allowed(monitor, 2.1) == 0
     assert monitor.deadline is None
-    assert monitor.settled(1, 0, 2.5) is Transition.RESUMED
+    assert monitor.settled(1, 0, 2.5) is KillSwitchState.RUNNING
     assert allowed(monitor, 2.5) is None
 
 
@@ -88,14 +88,14 @@ def test_each_that_fails_doubles_the_pause_up_to_the_longest() -> None:
     for _ in range(3):
         assert allowed(monitor, now) == 1
         monitor.dispatched([delivery(1)])
-        assert monitor.settled(0, 1, now) is Transition.PAUSED
+        assert monitor.settled(0, 1, now) is KillSwitchState.PAUSED
         pauses.append(monitor.pause)
         now += monitor.pause
     assert pauses == [4.0, 5.0, 5.0]
     assert allowed(monitor, now) == 1
     monitor.dispatched([delivery(1)])
     monitor.settled(1, 0, now)
-    assert monitor.settled(0, 4, now) is Transition.PAUSED
+    assert monitor.settled(0, 4, now) is KillSwitchState.PAUSED
     assert monitor.pause == 2.0, "it begins anew"
 
 
@@ -116,8 +116,8 @@ def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
     assert monitor.allows == 1
 
 
-@pytest.mark.parametrize(("failed", "change"), [(0, Transition.RESUMED), (1, Transition.PAUSED)])
-def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: Transition) -> None:
+@pytest.mark.parametrize(("failed", "change"), [(0, KillSwitchState.RUNNING), (1, KillSwitchState.PAUSED)])
+def test_one_that_may_hang_is_a_probe_that_no_other_waits_for(failed: int, change: KillSwitchState) -> None:
     monitor = tripped()
     monitor.due(2.0)
     suspect = delivery(1)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.retry import KillSwitch
 
-__all__ = ["TRANSITIONS", "KillSwitchMonitor", "KillSwitchState", "Transition"]
+__all__ = ["TRANSITIONS", "KillSwitchMonitor", "KillSwitchState"]
 
 _PARTS: Final = 10  # the parts of the window, which expire one by one
 
@@ -50,13 +50,6 @@ TRANSITIONS: Final[Mapping[str, Mapping[KillSwitchState, set[KillSwitchState]]]]
     "the probe failed": {_S.PROBING: {_S.PAUSED}},
 }
 del _S
-
-
-class Transition(enum.Enum):
-    """A change of the kill switch that is logged."""
-
-    PAUSED = "paused"
-    RESUMED = "resumed"
 
 
 class KillSwitchMonitor:
@@ -115,8 +108,8 @@ class KillSwitchMonitor:
         """Forget a probe that was recalled, or whose channel is lost."""
         self._probe = self._beside = ()
 
-    def settled(self, handled: int, failed: int, now: float) -> Transition | None:
-        """Count results, and return the transition that they cause, if any.
+    def settled(self, handled: int, failed: int, now: float) -> KillSwitchState | None:
+        """Count results, and return the new state if they change it.
 
         Until the consumer resumes, the caller only passes the results of probes.
         """
@@ -127,7 +120,7 @@ class KillSwitchMonitor:
                 self.pause = min(self.pause * 2, self._longest_pause)
                 return self._paused(now)
             self._state, self.pause = KillSwitchState.RUNNING, self._first_pause
-            return Transition.RESUMED
+            return self._state
         self._count(handled, failed, now)
         total = sum(part[1] for part in self._parts)
         failures = sum(part[2] for part in self._parts)
@@ -135,10 +128,10 @@ class KillSwitchMonitor:
             return None
         return self._paused(now)
 
-    def _paused(self, now: float) -> Transition:
+    def _paused(self, now: float) -> KillSwitchState:
         self._state, self._until = KillSwitchState.PAUSED, now + self.pause
         self._parts.clear()
-        return Transition.PAUSED
+        return self._state
 
     def _count(self, handled: int, failed: int, now: float) -> None:
         parts = self._parts

@@ -16,7 +16,7 @@ from reliable_mq.core.consumer.admission import used_up
 from reliable_mq.core.consumer.attempts import AttemptHistory, describe
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
 from reliable_mq.core.consumer.handler import Failed, Result, Skipped, SkipReason, delivery_of
-from reliable_mq.core.consumer.kill_switch import Transition
+from reliable_mq.core.consumer.kill_switch import KillSwitchState
 from reliable_mq.core.consumer.quarantine import Quarantine, QuarantineState
 from reliable_mq.core.consumer.settlement import LogEventKind
 from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
@@ -249,12 +249,12 @@ class OutcomeHandler:
         if failures:
             self._last_failure = _shown(failures[-1])
         change = kill_switch.settled(handled, len(failures), now)
-        if change is Transition.PAUSED:
+        if change is KillSwitchState.PAUSED:
             self.recall = True
             self._statistics.pauses += 1
             text = f"a probe follows in {kill_switch.pause:g} s; the last failure: {self._last_failure}"
             self._settlement.log(LogEventKind.PAUSED, None, text)
-        elif change is Transition.RESUMED:
+        elif change is KillSwitchState.RUNNING:
             self._settlement.log(LogEventKind.RESUMED, None, "a probe succeeded")
 
     def _handled(self, deliveries: list[Delivery], now: float) -> None:
