@@ -82,6 +82,9 @@ class Failure:
     #: The exceptions on which the policy decides. Another attempt follows only if the policy retries all of them.
     kinds: tuple[Kinds, ...] = field(default=(), compare=False, repr=False)
 
+    def __str__(self) -> str:
+        return f"{self.exception_type}: {self.exception_message}"
+
 
 class _Leaf(NamedTuple):
     error: BaseException

@@ -415,8 +415,8 @@ def _failed_or_unknown(result: Failed, released: object) -> Result:
     commit = CommitStatus.NONE if inbox_claim is None else inbox_claim.commit
     excused = (commit is not CommitStatus.NONE and result.failure.verdict is None) or _is_of_store(result)
     if (detail or not released) and excused:
-        said = f"{result.failure.exception_type}: {result.failure.exception_message}"
-        return Skipped(result.delivery, SkipReason.STORE_FAILED, printable(f"{_NO_ATTEMPT[commit]}: {detail or said}"))
+        text = printable(f"{_NO_ATTEMPT[commit]}: {detail or result.failure}")
+        return Skipped(result.delivery, SkipReason.STORE_FAILED, text)
     return replace(result, detail=detail) if detail else result
 
 

@@ -157,7 +157,7 @@ class OutcomeHandler:
             elif republish.purpose is RepublishReason.DEAD_LETTER:
                 self._settlement.republish.again(republish)
             else:
-                self._hold_instead(republish, now)
+                self._settlement.hold(republish.delivery, _due(republish, now))
 
     def move_to_quarantine(self, delivery: Delivery, queue: Queue, *, known: bool) -> None:
         """Move a delivery to quarantine, or dead-letter it if it cannot be copied.
@@ -247,7 +247,7 @@ class OutcomeHandler:
             kill_switch.recalled()  # skipped results, such as those of the store, do not concern the handler
             return
         if failures:
-            self._last_failure = _shown(failures[-1])
+            self._last_failure = str(failures[-1])
         change = kill_switch.settled(handled, len(failures), now)
         if change is KillSwitchState.PAUSED:
             self.recall = True
@@ -279,7 +279,7 @@ class OutcomeHandler:
             delivery = delivery_of(result)
             delivery.state = DeliveryState.FINISHED
             if isinstance(result, Failed):
-                dropped = _shown(result.failure)
+                dropped = str(result.failure)
             elif isinstance(result, Skipped) and result.reason is SkipReason.CANCELLED:
                 dropped = result.detail
             else:
@@ -301,7 +301,7 @@ class OutcomeHandler:
         elif not result.alone:
             if failure is not self._logged:  # log it once per batch, whose deliveries share the failure
                 self._logged = failure
-                self._settlement.log(LogEventKind.BATCH_FAILED, delivery, _shown(failure))
+                self._settlement.log(LogEventKind.BATCH_FAILED, delivery, str(failure))
             delivery.redelivered = True
             self._settlement.hold(delivery, now)
         elif failure.verdict is not None:
@@ -319,11 +319,11 @@ class OutcomeHandler:
             return
         if self._broker_retries:
             self._statistics.retried += 1
-            self._settlement.log(LogEventKind.RETRIED, delivery, f"as the queue says: {_shown(failure)}")
+            self._settlement.log(LogEventKind.RETRIED, delivery, f"as the queue says: {failure}")
             self._settlement.send_reject(delivery, requeue=True)  # the broker counts it as a failure
         else:
             delay = delay if failure.delay is None else failure.delay
-            self._retry_after(delivery, failures, delay, now, _shown(failure))
+            self._retry_after(delivery, failures, delay, now, str(failure))
 
     def _retry_after(self, delivery: Delivery, failures: AttemptHistory, delay: float, now: float, reason: str) -> None:
         """Delay the next attempt, in a delay queue or in this process."""
@@ -336,7 +336,7 @@ class OutcomeHandler:
 
     @staticmethod
     def _unretried(failure: Failure) -> str:
-        return f"the retry policy gives up on {_shown(failure)}"
+        return f"the retry policy gives up on {failure}"
 
     def _not_published(self, republish: RepublishRequest, error: ReliableMQError, now: float) -> None:
         republish.tries += 1
@@ -350,15 +350,16 @@ class OutcomeHandler:
             self._settlement.requeue([delivery])
             return
         refused = isinstance(error, (PublishRefused, ConfigurationError))  # for example, too large with our headers
+        code = error.reply_code if isinstance(error, PublishRefused) else None
         blocked = isinstance(error, PublishBlocked)
         if republish.purpose is RepublishReason.DEAD_LETTER:
             # The broker's own dead-lettering needs no publish of ours, which may be refused or blocked.
             if self._broker_dead_letters and (refused or (blocked and republish.tries >= _BLOCKED_TRIES)):
                 self._settlement.reject(delivery, republish.reason)
                 return
-            if isinstance(error, PublishRefused) and error.reply_code == ReplyCode.CONTENT_TOO_LARGE:
+            if code == ReplyCode.CONTENT_TOO_LARGE:
                 self._settlement.republish.cut(republish)
-        elif refused and republish.purpose is RepublishReason.QUARANTINE and not _is_forbidden(error):
+        elif refused and republish.purpose is RepublishReason.QUARANTINE and code != ReplyCode.ACCESS_REFUSED:
             # It may kill its consumer, and must not run. A missing permission is not the fault of the message.
             self._settlement.dead_letter(delivery, f"cannot be moved to quarantine: {error}")
             return
@@ -368,17 +369,13 @@ class OutcomeHandler:
             and republish.left is None
             and _due(republish, now) - now <= _LONGEST_HELD
         ):
-            self._hold_instead(republish, now)
+            self._settlement.hold(delivery, _due(republish, now))
             return
         missing = isinstance(error, PublishReturned) and self._settlement.republish.missing(republish)
         if missing and republish.tries == 1:
             self._settlement.republish.again(republish)
             return
         self._settlement.hold(republish, now + _backoff(republish.tries))
-
-    def _hold_instead(self, republish: RepublishRequest, now: float) -> None:
-        """Hold a delivery that cannot wait in a delay queue."""
-        self._settlement.hold(republish.delivery, _due(republish, now))
 
     def _skipped(self, result: Skipped, now: float) -> None:
         settlement, statistics = self._settlement, self._statistics
@@ -431,10 +428,6 @@ class OutcomeHandler:
         return failures
 
 
-def _is_forbidden(error: ReliableMQError) -> bool:
-    return isinstance(error, PublishRefused) and error.reply_code == ReplyCode.ACCESS_REFUSED
-
-
 def _due(republish: RepublishRequest, now: float) -> float:
     """Return when a delivery is due that would have been republished now."""
     due, failures = now + (republish.left or 0.0), republish.delivery.failures
@@ -443,7 +436,3 @@ def _due(republish: RepublishRequest, now: float) -> float:
 
 def _backoff(tries: int) -> float:
     return min(_LONGEST_WAIT, 2.0 ** min(tries - 1, 10))
-
-
-def _shown(failure: Failure) -> str:
-    return f"{failure.exception_type}: {failure.exception_message}"

@@ -266,9 +266,9 @@ class LogEvent(NamedTuple):
         if count or self.kind in _LAST:
             line += f"; attempts failed: {count}"
         if self.kind in _LAST and failures is not None and failures.last is not None:
-            message = failures.last.exception_message
-            last = f"{failures.last.exception_type}: {message}"
-            line += "" if last in self.text or message == self.text else f", the last with {last}"
+            last = failures.last
+            known = str(last) in self.text or last.exception_message == self.text
+            line += "" if known else f", the last with {last}"
         return line
 
 

@@ -84,7 +84,7 @@ class ChannelTrust:
 
     def channel_opened(self, now: float) -> None:
         """Trust a new channel, whatever happened on the last one."""
-        self._progressed(now)
+        self.progressed(now)
         self.taken_at, self._unsent = -inf, 0
         self._nacks_since = None
         self.reopening = False
@@ -113,9 +113,10 @@ class ChannelTrust:
             self.passed_over, self._passed_over_at = publication, now
             self._blame(destination)
 
-    def owes_nothing(self, now: float) -> None:
-        """Record that no confirm is outstanding."""
-        self._progressed(now)
+    def progressed(self, now: float) -> None:
+        """Record that confirms have come, or that none is outstanding."""
+        self._progress_at = now
+        self._all_taken = False
 
     def unsent(self, size: int, now: float) -> None:
         """Record the number of written bytes that the network has not taken yet.
@@ -130,7 +131,7 @@ class ChannelTrust:
 
     def unblocked(self, now: float) -> None:
         """Record that the broker, which owed no confirm while it blocked, goes on."""
-        self._progressed(now)
+        self.progressed(now)
         self._unblocked_at = now
 
     def acked(self, publications: Iterable[Publication], now: float) -> None:
@@ -154,12 +155,8 @@ class ChannelTrust:
     def _outstanding_since(self, publication: Publication) -> float:
         return max(publication.sent_at, self._unblocked_at)
 
-    def _progressed(self, now: float) -> None:
-        self._progress_at = now
-        self._all_taken = False
-
     def _settled(self, publications: Iterable[Publication], now: float) -> None:
-        self._progressed(now)
+        self.progressed(now)
         if self._blamed:
             for one in publications:
                 if one.outcome is None:

@@ -326,7 +326,7 @@ class PublisherSession(Generic[P]):
         if not self._tracker.open or self.blocked_reason is not None or self.trust.ending(now):
             return b""
         if not len(self._tracker):
-            self.trust.owes_nothing(now)
+            self.trust.progressed(now)
         sent: list[P] = []
         data = b""
         while not sent and (queue := self._may_be_sent()):
@@ -471,8 +471,7 @@ class PublisherSession(Generic[P]):
             except Exception as error:  # noqa: BLE001 -- whatever a message raises that is damaged, or a user's own
                 sent.pop()
                 del out[pieces:]
-                text = "it cannot be encoded: {0.exception_type}: {0.exception_message}".format(describe(error, 0.0))
-                publication.reply = BrokerReply(0, text)
+                publication.reply = BrokerReply(0, f"it cannot be encoded: {describe(error, 0.0)}")
                 self._finish(publication, Outcome.REFUSED)
         return b"".join(out)
 
