@@ -525,24 +525,21 @@ def _subject(step: Step) -> tuple[str, str]:
 
 
 def _describe(step: Step) -> str:
+    kind, name = _subject(step)
     match step:
-        case DeclareQueue(name=name):
-            return f"declare queue {name!r}"
-        case CheckQueue(name=name):
-            return f"find queue {name!r}"
-        case DeleteQueue(name=name):
-            return f"delete queue {name!r}"
-        case DeclareExchange(name=name):
-            return f"declare exchange {name!r}"
-        case CheckExchange(name=name):
-            return f"find exchange {name!r}"
-        case Bind(kind=kind, destination=name, source=source, routing_key=key):
-            return f"bind {kind} {name!r} to exchange {source!r} with routing key {key!r}"
+        case DeclareQueue() | DeclareExchange():
+            return f"declare {kind} {name!r}"
+        case CheckQueue() | CheckExchange():
+            return f"find {kind} {name!r}"
+        case DeleteQueue():
+            return f"delete {kind} {name!r}"
+        case Bind():
+            return f"bind {step.kind} {name!r} to exchange {step.source!r} with routing key {step.routing_key!r}"
         case ConfirmSelect():
             return "confirm publishes on this channel"
         case SetPrefetch(count=count):
             return f"set the prefetch to {count}"
-        case Consume(queue=name):
-            return f"let us consume from queue {name!r}"
+        case Consume():
+            return f"let us consume from {kind} {name!r}"
         case _:
             return f"cancel consumer {step.consumer_tag!r}"

@@ -9,7 +9,7 @@ Invariant: a publish without a trace, as most are, costs no more than the check 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from reliable_mq.codec import encode_properties
 from reliable_mq.core import headers
@@ -63,20 +63,12 @@ class PublicationTrace(Protocol):
         """End the trace of a publish that was not accepted."""
 
 
-_IN_DOUBT: Final[Mapping[str, FieldValue]] = {headers.POSSIBLE_DUPLICATE: True}
-
-
 def encode_traced(publication: Publication) -> bytes:
-    """Return the encoded properties of an attempt that is traced or in doubt.
-
-    A traced attempt that is not in doubt uses the cheaper `plain_properties` if the message only has an id.
-    """
-    message, trace = publication.message, publication.trace
-    if trace is None:
-        return encode_properties(message, _IN_DOUBT)
+    """Return the encoded properties of an attempt that is traced or in doubt."""
+    extra: dict[str, FieldValue] = {} if publication.trace is None else {**publication.trace.headers}
     if publication.in_doubt:
-        return encode_properties(message, {**trace.headers, **_IN_DOUBT})
-    return encode_properties(message, trace.headers)
+        extra[headers.POSSIBLE_DUPLICATE] = True
+    return encode_properties(publication.message, extra)
 
 
 def record(publications: Iterable[Publication], event: PublicationEvent) -> None:

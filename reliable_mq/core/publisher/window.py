@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
-from reliable_mq._util.validation import is_whole_number, whole_number
+from reliable_mq._util.validation import whole_number
 from reliable_mq.codec import encode_properties, header_frame_size, publish_head
 from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core.publisher.publication import Publication, PublicationState
@@ -60,9 +60,7 @@ class MessageLimits:
     """
 
     def __init__(self, max_message_bytes: int, *, mandatory: bool) -> None:
-        if not is_whole_number(max_message_bytes, 0):
-            raise ConfigurationError(f"max_message_bytes must be a whole number, not {max_message_bytes!r}")
-        self._max_message_bytes = max_message_bytes
+        self._max_message_bytes = whole_number("max_message_bytes", max_message_bytes, 0)
         self._mandatory = mandatory
         self._targets: set[tuple[str, str]] = set()
 

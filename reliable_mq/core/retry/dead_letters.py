@@ -164,7 +164,7 @@ class DeadLetters:
             headers.PACKAGE_VERSION: self._version,
             **failure_headers(delivery.failures or AttemptHistory()),
         }
-        if not _is_ours(theirs) or headers.ORIGINAL_QUEUE not in theirs:
+        if theirs.get(headers.FORMAT) != headers.FORMAT_VERSION or headers.ORIGINAL_QUEUE not in theirs:
             table[headers.ORIGINAL_QUEUE] = wire_text(delivery.queue)
             table[headers.ORIGINAL_EXCHANGE] = wire_text(delivery.exchange)
             table[headers.ORIGINAL_ROUTING_KEY] = wire_text(delivery.routing_key)
@@ -205,10 +205,6 @@ def _moved(view: Properties, theirs: Mapping[str, object]) -> dict[str, object]:
         headers.ORIGINAL_EXPIRATION: None if view.expiration is None else wire_text(view.expiration),
     }
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _is_ours(theirs: Mapping[str, object]) -> bool:
-    return theirs.get(headers.FORMAT) == headers.FORMAT_VERSION
 
 
 def _readable(view: Properties) -> Mapping[str, object]:
