@@ -33,8 +33,9 @@ from datetime import UTC, datetime
 from math import inf
 from typing import TYPE_CHECKING, Final, TypeAlias
 
+from reliable_mq.codec import stream_offset
 from reliable_mq.core.statistics import ConsumerStatistics
-from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -348,7 +349,7 @@ class StreamOffset:
         """Add deliveries, in order. All with a tag below ``lowest`` are settled."""
         self._forget(lowest)
         for delivery in deliveries:
-            offset = _offset(delivery)
+            offset = stream_offset(delivery.properties)
             if offset is None:
                 offset = self.upcoming
             self._offsets.append(offset)
@@ -372,11 +373,3 @@ class StreamOffset:
         while self._first < lowest and self._offsets:
             self._offsets.popleft()
             self._first += 1
-
-
-def _offset(delivery: Delivery) -> int | None:
-    try:
-        return delivery.offset
-    except ConsumeError:
-        delivery.flaw = None  # the handler has not read the broken part
-        return None
