@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from reliable_mq._util.validation import Duration, is_text, seconds
@@ -124,16 +125,14 @@ class CommitStatus(enum.Enum):
     DONE = "done"  # the transaction was committed
 
 
+@dataclass(eq=False, slots=True)
 class InboxClaim:
     """The claim of a running delivery, in a store with a method ``transaction``."""
 
-    __slots__ = ("claim", "commit", "recorded_in", "transaction")
-
-    def __init__(self, claim: Claim, transaction: Callable[..., Any]) -> None:
-        self.claim = claim
-        self.transaction = transaction
-        self.commit = CommitStatus.NONE  # of a transaction of the handler that marks the claim as done
-        self.recorded_in: object = None  # the newest transaction of the database that marks it as done
+    claim: Claim
+    transaction: Callable[..., Any]
+    commit: CommitStatus = CommitStatus.NONE  # of a transaction of the handler that marks the claim as done
+    recorded_in: object = None  # the newest transaction of the database that marks it as done
 
 
 class StoreHealth:

@@ -194,19 +194,17 @@ class NewerFormat(Exception):
         self.version = version
 
 
+@dataclass(eq=False, slots=True)
 class AttemptHistory:
     """The failed attempts of one message."""
 
-    __slots__ = ("alone", "count", "due", "first_at", "last", "lost", "verdict")
-
-    def __init__(self, count: int = 0, first_at: float | None = None) -> None:
-        self.count = count
-        self.first_at = first_at  # when the first attempt failed, in seconds since 1970; None if unknown
-        self.last: Failure | None = None  # the last failure, if known
-        self.lost = 0  # the number of attempts that ended with the loss of their consumer
-        self.due = 0.0  # the earliest time of the next attempt, on the monotonic clock
-        self.verdict: str | None = None  # why the message is dead-lettered, once that is decided
-        self.alone = False  # whether to handle the message alone, because its batch did not end
+    count: int = 0
+    first_at: float | None = None  # when the first attempt failed, in seconds since 1970; None if unknown
+    last: Failure | None = None  # the last failure, if known
+    lost: int = 0  # the number of attempts that ended with the loss of their consumer
+    due: float = 0.0  # the earliest time of the next attempt, on the monotonic clock
+    verdict: str | None = None  # why the message is dead-lettered, once that is decided
+    alone: bool = False  # whether to handle the message alone, because its batch did not end
 
     def add(self, failure: Failure) -> None:
         self.count += 1

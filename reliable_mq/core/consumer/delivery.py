@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq import drivers
@@ -69,19 +70,14 @@ TRANSITIONS: Final[Mapping[str, Mapping[DeliveryState | None, set[DeliveryState]
 del _S
 
 
+@dataclass(eq=False, slots=True)
 class ChannelGeneration:
-    """The channel of deliveries, one object per generation, compared by identity.
+    """The channel of deliveries, one object per generation, compared by identity."""
 
-    ``namespace`` names the queue's virtual host, see `reliable_mq.core.idempotency.namespace_of`.
-    """
-
-    __slots__ = ("channel", "generation", "namespace", "queue")
-
-    def __init__(self, generation: int, channel: int, queue: str, namespace: str = "") -> None:
-        self.generation = generation
-        self.channel = channel
-        self.queue = queue
-        self.namespace = namespace
+    generation: int
+    channel: int
+    queue: str
+    namespace: str = ""  # the name of the queue's virtual host, see `reliable_mq.core.idempotency.namespace_of`
 
 
 _QUEUED: Final = DeliveryState.QUEUED  # a global is looked up faster than a member of an enum

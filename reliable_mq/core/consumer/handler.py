@@ -46,7 +46,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from itertools import repeat
 from typing import Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -190,48 +190,32 @@ class Release:
 Step: TypeAlias = RunHandler | ClaimKeys | Complete | Release
 
 
+@dataclass(eq=False, kw_only=True)
 class ClaimPolicy:
-    """The keys and the lease by which deliveries are claimed.
+    """The keys and the lease by which deliveries are claimed."""
 
-    Args:
-        namespace: The namespace of the queue. None for that of a delivery's virtual host.
-        key: A callable that returns the key of a delivery, or None. None for the ``message_id``.
-        lease: The seconds after which an unsettled claim may be taken over.
-        max_attempts: The number of failed attempts after which the handler is no longer called.
-        transaction: The store's method of that name, for the handler. None if it has none.
-        clock: A callable that returns the current time in seconds, on a monotonic clock.
-    """
+    queue: str
+    namespace: str | None = None  # of the queue; None for that of a delivery's virtual host
+    key: Callable[[Delivery], str | None] | None  # returns the key of a delivery; None for the ``message_id``
+    lease: float  # the seconds after which an unsettled claim may be taken over
+    max_attempts: int  # the number of failed attempts after which the handler is no longer called
+    transaction: Callable[..., Any] | None = None  # the store's method of that name, if it has one
+    clock: InitVar[Callable[[], float]]  # returns the current time in seconds, on a monotonic clock
 
-    def __init__(
-        self,
-        *,
-        queue: str,
-        namespace: str | None = None,
-        key: Callable[[Delivery], str | None] | None,
-        lease: float,
-        max_attempts: int,
-        transaction: Callable[..., Any] | None = None,
-        clock: Callable[[], float],
-    ) -> None:
-        self._queue = queue
-        self._namespace = namespace
-        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery and the prefix of its key
-        self.key = key
-        self.lease = lease
-        self.max_attempts = max_attempts
-        self.transaction = transaction
+    def __post_init__(self, clock: Callable[[], float]) -> None:
         self.retries = SettlementRetries()
         self.store = StoreHealth(clock)
+        self._prefix: tuple[str, str] | None = None  # the namespace of the last delivery and the prefix of its key
 
     def key_of(self, delivery: Delivery) -> str | None:
         """Return the key to claim for a delivery, or None without a key."""
         key = delivery.message_id if self.key is None else checked_key(copy_context().run(self.key, delivery))
         if not key:
             return None
-        namespace = delivery.source.namespace if self._namespace is None else self._namespace
+        namespace = delivery.source.namespace if self.namespace is None else self.namespace
         prefix = self._prefix
         if prefix is None or prefix[0] != namespace:
-            self._prefix = prefix = namespace, key_prefix(namespace, self._queue)
+            self._prefix = prefix = namespace, key_prefix(namespace, self.queue)
         return prefix[1] + key
 
 
