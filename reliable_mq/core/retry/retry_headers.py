@@ -26,7 +26,7 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.attempts import BROKER_COUNTS, failures_from_headers
 from reliable_mq.core.headers import wire_text
 from reliable_mq.core.retry.delay_queues import LONGEST, LONGEST_PATH
-from reliable_mq.errors import ConfigurationError, ConsumeError
+from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,10 +131,7 @@ def decode_retry_headers(delivery: Delivery) -> RetryState:
     delivery.set_failures(failures_from_headers(ours))
     context = ours.get(headers.TRACE_CONTEXT)
     delivery.attempt_context = context if isinstance(context, str) and len(context) <= LONGEST_CONTEXT else None
-    try:
-        original = before_retry(delivery.properties, ours)
-    except CodecError as error:  # pragma: no cover -- its headers were read above
-        raise ConsumeError(str(error)) from error
+    original = before_retry(delivery.properties, ours)
     if original is None:
         return PLAIN
     delivery.restore(

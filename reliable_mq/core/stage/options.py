@@ -31,7 +31,7 @@ from reliable_mq.topology import Binding, Declaration, Exchange, Queue
 __all__ = ["MissingId", "StageOptions", "shard"]
 
 
-_AGE: Final = re.compile(r"([1-9][0-9]{0,8})([YMDhms])")
+_AGE: Final = re.compile(r"[1-9][0-9]{0,8}[YMDhms]")
 _SECONDS: Final = {"Y": 365 * 86_400, "M": 30 * 86_400, "D": 86_400, "h": 3600, "m": 60, "s": 1}
 _LONGEST: Final = 240  # the maximum bytes of a name, so that names derived from it fit
 _MOST_PARTITIONS: Final = 1000
@@ -159,7 +159,9 @@ class StageOptions:
     @property
     def max_age(self) -> int | None:
         """The retention in seconds, None for no limit."""
-        return None if self.retention is None else _seconds_of(self.retention)
+        if self.retention is None:
+            return None
+        return int(self.retention[:-1]) * _SECONDS[self.retention[-1]]
 
     @property
     def kept_bytes(self) -> int | None:
@@ -239,9 +241,3 @@ def shard(key: bytes, partitions: int) -> int:
 
 def _segment(max_bytes: int) -> int:
     return min(max(max_bytes // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
-
-
-def _seconds_of(age: str) -> int:
-    matched = _AGE.fullmatch(age)
-    assert matched is not None, age  # noqa: S101
-    return int(matched[1]) * _SECONDS[matched[2]]
