@@ -12,11 +12,10 @@ They work on every queue that allows ``basic.get``, whether this package or Rabb
 
 from __future__ import annotations
 
-from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.filter import Filter, Statistics
 from reliable_mq.deadletters.importing import ImportReport
 from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.deadletters.queue import DeadLetterQueue
-from reliable_mq.deadletters.replay import ReplayReport
+from reliable_mq.deadletters.replay import ReplayReport, Target
 
 __all__ = ["DeadLetterQueue", "DeadMessage", "Filter", "ImportReport", "Origin", "ReplayReport", "Statistics", "Target"]

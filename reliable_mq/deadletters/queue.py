@@ -23,7 +23,6 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration, is_number, is_text, whole_number
 from reliable_mq.codec import LARGEST_BODY
 from reliable_mq.codec.methods import QueueState
-from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.deadletters.filter import Filter, Statistics
@@ -36,6 +35,7 @@ from reliable_mq.deadletters.replay import (
     Replay,
     ReplayReport,
     Routing,
+    Target,
     read_batches,
     warn_of_missing,
 )

@@ -26,11 +26,10 @@ from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from datetime import UTC, datetime
 from math import ceil
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.core.idempotency import key_prefix
-from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.filter import Filter
 from reliable_mq.deadletters.message import DeadMessage
@@ -55,6 +54,7 @@ __all__ = [
     "Replay",
     "ReplayReport",
     "Routing",
+    "Target",
     "none_was_settled",
     "read_batches",
     "warn_of_missing",
@@ -63,6 +63,13 @@ __all__ = [
 logger = get_logger(__name__)
 
 _MADE_UP: Final = 0.005  # seconds; the maximum excess of a wait that is made up for
+
+
+class Target(NamedTuple):
+    """The address to which dead letters are published."""
+
+    exchange: str  # empty for the default exchange
+    routing_key: str  # the queue's name with the default exchange
 
 
 class RateLimit:

@@ -30,7 +30,7 @@ from reliable_mq.core.consumer.session import ConsumerSession
 from reliable_mq.core.idempotency import LEASE, check_options
 from reliable_mq.core.new_queues import NEW_QUEUE_GRACE
 from reliable_mq.core.reconnect import ReconnectPolicy
-from reliable_mq.core.retry.dead_letters import DeadLetters, Target
+from reliable_mq.core.retry.dead_letters import DeadLetters
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.retry import KillSwitch, RetryPolicy
@@ -374,7 +374,7 @@ class ConsumerOptions:
         dead_letters = None
         if self.dead_letter is not None:
             dead_letters = DeadLetters(
-                Target("", self.dead_letter), consumer=self.name, version=OWN_VERSION, declared=self._all_declared
+                self.dead_letter, consumer=self.name, version=OWN_VERSION, declared=self._all_declared
             )
         queue, single_active = self._quarantine, self.single_active
         return ConsumerSession(

@@ -85,9 +85,7 @@ class BaseRepublisher:
         try:
             message = Message.from_wire(republish.body, republish.properties)
             with self._attempt(republish):
-                confirmation = yield self._publisher.submit(
-                    message, exchange=republish.exchange, routing_key=republish.routing_key
-                )
+                confirmation = yield self._publisher.submit(message, routing_key=republish.routing_key)
             confirmation.add_done_callback(partial(self._settled, republish))
         except Exception as error:  # noqa: BLE001  # reported
             self._not_submitted(republish, error)

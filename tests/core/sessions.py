@@ -21,7 +21,7 @@ from reliable_mq.core.consumer.lifecycle import PAUSE, ChannelStep, ConsumerLife
 from reliable_mq.core.consumer.quarantine import Quarantine
 from reliable_mq.core.consumer.session import Actions, ConsumerSession
 from reliable_mq.core.consumer.settlement import LogEvent, LogEventKind
-from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from tests.core.deliveries import delivery, failure
 from tests.transitions import follows
@@ -30,8 +30,8 @@ CHANNEL = 3
 ISOLATED = "c#quarantine"
 RETURNED = PublishReturned("no queue", reply_code=312, reply_text="NO_ROUTE", exchange="", routing_key="q.dead")
 DEAD = Queue("q.dead", dead_letter=None)
-DEAD_LETTERS = DeadLetters(Target("", "q.dead"), consumer="c", version="0")
-DECLARED_DEAD_LETTERS = DeadLetters(Target("", "q.dead"), consumer="c", version="0", declared=[DEAD])
+DEAD_LETTERS = DeadLetters("q.dead", consumer="c", version="0")
+DECLARED_DEAD_LETTERS = DeadLetters("q.dead", consumer="c", version="0", declared=[DEAD])
 
 
 class CheckedKillSwitch(follows(switches.TRANSITIONS, "_state"), KillSwitchMonitor):  # type: ignore[misc]

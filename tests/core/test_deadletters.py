@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from reliable_mq.codec import Properties, split_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
-from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
 from tests.core.deliveries import BROKEN_TABLE, delivery, failures, short, too_deep
 
 SOURCE = ChannelGeneration(1, 1, "orders")
-DEAD = DeadLetters(Target("", "orders.dead"), consumer="shop\n1", version="9.9")
+DEAD = DeadLetters("orders.dead", consumer="shop\n1", version="9.9")
 
 
 def dead_letter(item: Delivery, reason: str = "why") -> RepublishRequest:
@@ -32,7 +32,7 @@ def test_it_says_where_from_why_who_and_how_often() -> None:
     item = delivery(exchange="shop", routing_key="new.order", headers={"tenant": "a"}, message_id="m1")
     item.set_failures(failures(2, at=1_700_000_000.9))
     made = dead_letter(item, "bad\x00currency")
-    assert (made.exchange, made.routing_key, made.body) == ("", "orders.dead", b"body")
+    assert (made.routing_key, made.body) == ("orders.dead", b"body")
     assert made.reason == "bad\\x00currency"
     at = datetime.fromtimestamp(1_700_000_000, UTC)
     assert view(made).headers == {

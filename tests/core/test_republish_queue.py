@@ -7,13 +7,13 @@ import pytest
 from reliable_mq import Queue, RetryPolicy
 from reliable_mq.core.consumer.delivery import ChannelGeneration, DeliveryState
 from reliable_mq.core.consumer.settlement import RepublishQueue
-from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason, Target
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishReason
 from reliable_mq.core.retry.delay_queues import DelayQueues
 from reliable_mq.core.retry.retry_headers import RetryState, decode_retry_headers
 from tests.core.deliveries import BROKEN_TABLE, delivery
 from tests.core.test_retry_headers import waited
 
-DEAD = DeadLetters(Target("", "orders.dead"), consumer="c", version="0")
+DEAD = DeadLetters("orders.dead", consumer="c", version="0")
 
 
 def opened(*delays: float) -> RepublishQueue:
@@ -26,11 +26,7 @@ def test_a_delay_of_the_policy_needs_no_declaration() -> None:
     out = opened(10)
     assert out.delay(delivery(), 10)
     declared, [republish] = out.take()
-    assert (republish.exchange, republish.routing_key, republish.purpose) == (
-        "",
-        "orders.retry.10000",
-        RepublishReason.RETRY,
-    )
+    assert (republish.routing_key, republish.purpose) == ("orders.retry.10000", RepublishReason.RETRY)
     assert list(declared) == []
     assert not out.idle
     out.settled(republish)
@@ -90,7 +86,7 @@ def test_a_queue_that_is_missing_is_declared_again() -> None:
 )
 def test_a_missing_dead_letter_queue_is_declared_if_known(declared: list[Queue], again: list[str]) -> None:
     """A classic one may exist on a node that is down, and its declaration would close the channel."""
-    dead_letters = DeadLetters(Target("", "orders.dead"), consumer="c", version="0", declared=declared)
+    dead_letters = DeadLetters("orders.dead", consumer="c", version="0", declared=declared)
     out = RepublishQueue(dead_letters, None)
     out.opened()
     assert out.dead_letter(delivery(source=ChannelGeneration(1, 1, "orders")), "why")

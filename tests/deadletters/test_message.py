@@ -15,7 +15,7 @@ from reliable_mq import Message
 from reliable_mq.codec import Properties, encode_properties, encode_table, join_properties, rewrite_properties
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
-from reliable_mq.core.retry.dead_letters import DeadLetters, Target
+from reliable_mq.core.retry.dead_letters import DeadLetters
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
 from reliable_mq.deadletters import DeadMessage, Origin
 from tests.core.deliveries import delivery, failures, short
@@ -54,7 +54,7 @@ def test_what_was_in_no_queue_has_the_exchange_of_its_publish() -> None:
 def test_our_own_dead_letters_are_read_with_our_own_names() -> None:
     original = Delivery("", 1, False, "shop", "order.new", encode_properties(Message(b"", message_id="m")), b"x")
     original.came_from(ChannelGeneration(1, 1, "orders"))
-    made = DeadLetters(Target("", "orders.dead"), consumer="shop", version="1.2.3").make(original, "too late")
+    made = DeadLetters("orders.dead", consumer="shop", version="1.2.3").make(original, "too late")
     message = dead(made.properties)
     assert message.origin == Origin("orders", "shop", "order.new")
     assert (message.reason, message.consumer, message.package_version) == ("too late", "shop", "1.2.3")

@@ -15,10 +15,10 @@ from reliable_mq.core import headers
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.core.reconnect import ConnectionLoss
-from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue, ImportReport
 from reliable_mq.deadletters import channel as channel_module
 from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.replay import Target
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishUnconfirmed, StaleDelivery
 from reliable_mq.url import parse_url
 from tests.web.memory_broker import MemoryBroker, letter

@@ -13,9 +13,8 @@ from reliable_mq import Message
 from reliable_mq.codec import encode_properties
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.publisher.publication import Receipt
-from reliable_mq.core.retry.dead_letters import Target
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter
-from reliable_mq.deadletters.replay import Replay, ReplayReport
+from reliable_mq.deadletters.replay import Replay, ReplayReport, Target
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishNacked, PublishUnconfirmed, StaleDelivery
 from reliable_mq.stores import AsyncRedisStore, MemoryStore
 

@@ -10,7 +10,7 @@ import pytest
 
 from reliable_mq import PublishError, PublishReturned, ReliableMQError, UsageError
 from reliable_mq.core.consumer.delivery import ChannelGeneration
-from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest, Target
+from reliable_mq.core.retry.dead_letters import DeadLetters, RepublishRequest
 from reliable_mq.sync.subscription import Republisher
 from tests.core.deliveries import delivery
 from tests.refused_threads import refusing_threads
@@ -39,7 +39,7 @@ class Publisher:
         self.submitted: list[tuple[bytes, bytes | None, str, str]] = []
         self.failure_at_close: PublishError | None = None
 
-    def submit(self, message: Any, *, exchange: str, routing_key: str) -> Confirmation:
+    def submit(self, message: Any, *, exchange: str = "", routing_key: str) -> Confirmation:
         self.submitted.append((message.body, message.encoded_properties, exchange, routing_key))
         step = self.script.pop(0)
         if isinstance(step, PublishError) or step is None:
@@ -88,7 +88,7 @@ def make(answers: Answers) -> Iterator[Callable[[Publisher], Republisher]]:
 def dead_letter(*, properties: bytes | None = None) -> RepublishRequest:
     item = delivery(body=b"body", message_id="m1")
     item.came_from(ChannelGeneration(1, 1, "orders"))
-    made = DeadLetters(Target("", "bin"), consumer="c", version="0").make(item, "why")
+    made = DeadLetters("bin", consumer="c", version="0").make(item, "why")
     if properties is not None:
         made.properties = properties
     return made

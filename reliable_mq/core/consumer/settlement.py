@@ -29,7 +29,7 @@ from reliable_mq.core.consumer.attempts import AttemptTracker
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery, DeliveryState, message_name
 from reliable_mq.core.consumer.lifecycle import ConsumerState
 from reliable_mq.core.headers import trace_ids
-from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest, Target
+from reliable_mq.core.retry.dead_letters import RepublishReason, RepublishRequest
 from reliable_mq.core.retry.retry_headers import encode_retry_headers
 
 if TYPE_CHECKING:
@@ -127,12 +127,8 @@ class RepublishQueue:
         properties = encode_retry_headers(delivery, path[1:], suspect=suspect)
         if properties is None:
             return False
-        target = Target("", queue.name)
-        self.again(
-            RepublishRequest(
-                delivery, target, properties, "", purpose=RepublishReason.RETRY, queue=queue, left=left, tries=tries
-            )
-        )
+        purpose = RepublishReason.RETRY
+        self.again(RepublishRequest(purpose, delivery, queue.name, properties, queue=queue, left=left, tries=tries))
         return True
 
     def quarantine(self, delivery: Delivery, queue: Queue, delay: float = 0.0) -> bool:
@@ -149,8 +145,7 @@ class RepublishQueue:
             queue = delays.queue(path[0])
         else:
             self._known.add(queue.name)
-        target = Target("", queue.name)
-        self.again(RepublishRequest(delivery, target, properties, "", purpose=RepublishReason.QUARANTINE, queue=queue))
+        self.again(RepublishRequest(RepublishReason.QUARANTINE, delivery, queue.name, properties, queue=queue))
         return True
 
     def again(self, republish: RepublishRequest) -> None:

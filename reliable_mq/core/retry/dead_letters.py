@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import enum
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec import (
     CodecError,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.topology import Declaration
 
-__all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "Target", "failure_headers"]
+__all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "failure_headers"]
 
 _EMPTY: Final[Mapping[str, object]] = {}
 _CLEARED: Final = ("user_id", "expiration")
@@ -58,13 +59,6 @@ _DROPPED: Final = (
 _PERSISTENT: Final = b"\x02"
 
 
-class Target(NamedTuple):
-    """The address to which dead letters are published."""
-
-    exchange: str  # empty for the default exchange
-    routing_key: str  # the queue's name with the default exchange
-
-
 class RepublishReason(enum.Enum):
     """The purpose of a message that is published again."""
 
@@ -73,31 +67,22 @@ class RepublishReason(enum.Enum):
     QUARANTINE = "quarantine"  # the message may have killed its consumer, and is handled alone from now on
 
 
+@dataclass(eq=False, slots=True)
 class RepublishRequest:
-    """A message to publish, mandatory and confirmed, before its original may be acked."""
+    """A message to publish, mandatory and confirmed, before its original may be acked.
 
-    __slots__ = ("delivery", "exchange", "left", "properties", "purpose", "queue", "reason", "routing_key", "tries")
+    It is published to the default exchange.
+    """
 
-    def __init__(
-        self,
-        delivery: Delivery,
-        target: Target,
-        properties: bytes,
-        reason: str,
-        *,
-        purpose: RepublishReason = RepublishReason.DEAD_LETTER,
-        queue: Queue | None = None,
-        left: float | None = None,
-        tries: int = 0,
-    ) -> None:
-        self.purpose = purpose
-        self.queue = queue  # the target queue, if it may have to be declared
-        self.delivery = delivery  # the original, unsettled until this request is confirmed
-        self.exchange, self.routing_key = target
-        self.properties = properties  # encoded
-        self.reason = reason  # why the message is a dead letter; empty for any other purpose
-        self.left = left  # seconds to hold it in place of further delay queues; None for the first of a delay
-        self.tries = tries  # unconfirmed publishes of this request
+    purpose: RepublishReason
+    delivery: Delivery  # the original, unsettled until this request is confirmed
+    routing_key: str  # the name of the target queue
+    properties: bytes  # encoded
+    _: KW_ONLY
+    queue: Queue | None = None  # the target queue, if it may have to be declared
+    reason: str = ""  # why the message is a dead letter; empty for any other purpose
+    left: float | None = None  # seconds to hold it in place of further delay queues; None for the first of a delay
+    tries: int = 0  # unconfirmed publishes of this request
 
     @property
     def body(self) -> bytes:
@@ -108,6 +93,7 @@ class DeadLetters:
     """A maker of one consumer's dead letters, with the version of this package.
 
     Args:
+        target: The name of the queue for dead letters.
         declared: The declarations of the consumer, in which the target may be.
 
     Attributes:
@@ -115,8 +101,8 @@ class DeadLetters:
             but its declaration would close the channel.
     """
 
-    def __init__(self, target: Target, *, consumer: str, version: str, declared: Iterable[Declaration] = ()) -> None:
-        queues = [one for one in declared if isinstance(one, Queue) and one.name == target.routing_key]
+    def __init__(self, target: str, *, consumer: str, version: str, declared: Iterable[Declaration] = ()) -> None:
+        queues = [one for one in declared if isinstance(one, Queue) and one.name == target]
         self.queue: Final = next((queue for queue in queues if queue.type in REPLICATED), None)
         self._target = target
         self._consumer = printable(consumer)
@@ -124,7 +110,9 @@ class DeadLetters:
 
     def make(self, delivery: Delivery, reason: str) -> RepublishRequest:
         reason = printable(reason)
-        return RepublishRequest(delivery, self._target, self._properties(delivery, reason), reason, queue=self.queue)
+        properties = self._properties(delivery, reason)
+        purpose = RepublishReason.DEAD_LETTER
+        return RepublishRequest(purpose, delivery, self._target, properties, queue=self.queue, reason=reason)
 
     def cut(self, republish: RepublishRequest) -> None:
         """Cut the original properties of a dead letter to half, and more at each try.
