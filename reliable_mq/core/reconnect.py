@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
-from random import Random, SystemRandom
+from random import SystemRandom
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import tenacity
@@ -68,6 +68,7 @@ _LEAST_LEFT: Final = 0.1  # the part of the time that is left after the longest 
 
 MOST_UNANSWERED: Final = 8  # concurrent calls of one connection's credentials callback, each on its own thread
 
+_random: Final = SystemRandom()
 _FIRST_WAIT: Final = 0.2  # seconds, before the second round over the hosts
 _LONGEST_WAIT: Final = 30.0
 
@@ -97,7 +98,6 @@ class ReconnectPolicy:
             ``seconds_since_start`` counts from the beginning of the outage. Default: never.
         proven: Whether another connection with the same configuration was ready. The attribute of this name can be set
             later.
-        random: The source of randomness of the default wait. A seeded one makes it repeatable.
         quiet: Whether no log line says that the connection is given up, because the owner reports it.
 
     Raises:
@@ -111,7 +111,6 @@ class ReconnectPolicy:
         wait: ReconnectWait | None = None,
         stop: ReconnectStop | None = None,
         proven: bool = False,
-        random: Random | None = None,
         quiet: bool = False,
     ) -> None:
         if hosts < 1:
@@ -121,8 +120,7 @@ class ReconnectPolicy:
         if stop is not None:
             _check_callable("stop", stop, stop_base)
         self._hosts = hosts
-        self._default_wait = _HalfJitter(random or SystemRandom())
-        self._wait: ReconnectWait = self._default_wait if wait is None else wait
+        self._wait: ReconnectWait = _DEFAULT_WAIT if wait is None else wait
         self._stop: ReconnectStop = tenacity.stop_never if stop is None else stop
         self.broken: Exception | None = None  # raised by the wait or the stop object at the last decision
         self.host = 0  # the index of the next host to try
@@ -211,7 +209,7 @@ class ReconnectPolicy:
             gives_up = stop(state) if isinstance(stop, stop_base) else stop(self._rounds)
         except Exception as broken:  # noqa: BLE001  # the user's code may raise anything
             self.broken = broken
-            return self._default_wait(state)
+            return _DEFAULT_WAIT(state)
         return None if gives_up else state.upcoming_sleep
 
 
@@ -315,16 +313,16 @@ def is_permanent(error: ReliableMQError) -> bool:
 class _HalfJitter(wait_exponential):
     """A random part, between half and all, of an exponential wait.
 
-    It keeps the many clients of a broker from reconnecting at the same moment.
+    It keeps the many clients of a broker from reconnecting at the same moment. A program may have seeded the random
+    numbers of Python, equally in each of them.
     """
-
-    def __init__(self, random: Random) -> None:
-        super().__init__(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)
-        self._random = random
 
     def __call__(self, retry_state: tenacity.RetryCallState) -> float:
         longest = super().__call__(retry_state)
-        return self._random.uniform(longest / 2, longest)
+        return _random.uniform(longest / 2, longest)
+
+
+_DEFAULT_WAIT: Final = _HalfJitter(multiplier=_FIRST_WAIT, max=_LONGEST_WAIT)
 
 
 class _Budget:

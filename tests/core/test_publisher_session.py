@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from reliable_mq.core.new_queues import NewQueues
 from reliable_mq.core.publisher import channel_trust
 from reliable_mq.core.publisher import session as module
 from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
@@ -1095,7 +1096,7 @@ def test_frames_carry_the_number_of_the_channel_they_go_to(shell: Shell) -> None
     shell.accept("a")
     assert [published.channel for published in shell.send()] == [1]
     shell.lose()
-    shell.session.channel_opened(7, 2, FRAME_MAX, 0.0)
+    shell.session.channel_opened(7, 2, FRAME_MAX, 0.0, shell.new_queues)
     assert [published.channel for published in shell.send()] == [2]
 
 
@@ -1150,7 +1151,7 @@ def test_a_message_costs_the_same_among_few_and_many_outstanding(
         spent = 0.0
         for _ in range(rounds):
             session = new_session()
-            session.channel_opened(1, 1, FRAME_MAX, 0.0)
+            session.channel_opened(1, 1, FRAME_MAX, 0.0, NewQueues())
             messages = [Message(b"", message_id=str(number)) for number in range(outstanding)]
             publications = [Publication(message, "", "orders", True, 0, 0.0, None) for message in messages]
             session.accept(publications[: -4 * quarter])

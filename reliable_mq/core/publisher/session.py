@@ -144,7 +144,7 @@ class PublisherSession(Generic[P]):
         channel: int,
         frame_max: int,
         now: float,
-        new_queues: NewQueues | None = None,
+        new_queues: NewQueues,
         broker: str = "",
     ) -> None:
         """Publish on a channel that is open and in confirm mode.
@@ -153,8 +153,7 @@ class PublisherSession(Generic[P]):
         connection than the last one, `connection_replaced` is called first.
         """
         self._tracker.channel_opened(generation)
-        if new_queues is not None:
-            self._provisional.channel_opened(new_queues, broker)
+        self._provisional.channel_opened(new_queues, broker)
         self._channel = channel
         self.disconnected_reason = None
         self.frame_max = frame_max
