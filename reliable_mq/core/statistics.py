@@ -134,6 +134,11 @@ def _gauge(documentation: str, name: str = "", merged: Merged = "sum") -> dict[A
     return {MetricOfField: MetricOfField("gauge", documentation, name, merged=merged)}
 
 
+def _level(documentation: str, *, merged: Merged) -> Any:
+    """Return a field that is 0 unless given, with its metric."""
+    return field(default=0, metadata=_gauge(documentation, merged=merged))
+
+
 def _histogram(documentation: str) -> dict[Any, MetricOfField]:
     return {MetricOfField: MetricOfField("histogram", documentation)}
 
@@ -282,22 +287,12 @@ class OutboxStatus:
     rows: int = field(
         metadata=_gauge("Messages that wait to be published, delayed and held ones included.", "waiting", "highest")
     )
-    delayed: int = field(
-        default=0,
-        metadata=_gauge("Of these, those that were not confirmed and wait for another attempt.", merged="highest"),
+    delayed: int = _level("Of these, those that were not confirmed and wait for another attempt.", merged="highest")
+    held: int = _level(
+        "Of these, those behind a message of their ordering key that is set aside or unreadable.", merged="highest"
     )
-    held: int = field(
-        default=0,
-        metadata=_gauge(
-            "Of these, those behind a message of their ordering key that is set aside or unreadable.", merged="highest"
-        ),
-    )
-    set_aside: int = field(
-        default=0, metadata=_gauge("Messages that stay unpublished until an operator decides.", merged="highest")
-    )
-    unreadable: int = field(
-        default=0, metadata=_gauge("Rows of a newer format, for a relay of a newer version.", merged="highest")
-    )
+    set_aside: int = _level("Messages that stay unpublished until an operator decides.", merged="highest")
+    unreadable: int = _level("Rows of a newer format, for a relay of a newer version.", merged="highest")
     oldest_age: float = field(
         default=0.0,
         metadata=_gauge("Age of the oldest message that waits; 0 if none does.", "oldest_age_seconds", "highest"),

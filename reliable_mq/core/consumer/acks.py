@@ -84,9 +84,8 @@ class AckBatcher:
         ack_interval: float,
         prefetch: int,
         rest: float | None = None,
-        statistics: ConsumerStatistics | None = None,
     ) -> None:
-        self.statistics = statistics or ConsumerStatistics()
+        self.statistics = ConsumerStatistics()
         self._fits = ack_every is None  # whether ack_every follows the prefetch
         self._ack_every = _LARGEST_BATCH if ack_every is None else ack_every
         self.interval = ack_interval

@@ -202,15 +202,8 @@ class StageSession:
         """The next partition to read and where to begin, None without one to read."""
         if self.state is not EpochState.READING:
             return None
-        epoch = self._opened
-        return next(
-            (
-                (name, each.tail.start)
-                for name, each in zip(self._options.streams, epoch.partitions, strict=True)
-                if each.tail.start is not None
-            ),
-            None,
-        )
+        partitions = zip(self._options.streams, self._opened.partitions, strict=True)
+        return next((name, each.tail.start) for name, each in partitions if each.tail.start is not None)
 
     def tail_read(self, partition: str, messages: Sequence[tuple[int, RawDelivery]], now: float) -> tuple[bool, bytes]:
         """Process messages of a tail. A message of a newer version sets `error`.
