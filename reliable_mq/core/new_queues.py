@@ -8,10 +8,9 @@ the queue was made. The passage of time in this process proves nothing: the node
 have waited in our own socket. Only the process that made the queue knows that it is new, so all connections of the
 process share this record and every proof of a queue's age.
 
-A single answer proves nothing, however quick. It may be the first answer of a broker that was frozen until then and has
-not saved its queues. RabbitMQ 4.3, killed at that moment, lost them in five of five trials. Round trips with pauses
-between them, the first a quarter of the grace after the queue was made, show that the broker has run for more than the
-second that it needs, unless it freezes in several of the pauses.
+A single answer proves nothing. It may be the first answer of a broker that was frozen until then and has not saved its
+queues. Round trips with pauses between them, the first a quarter of the grace after the queue was made, show that the
+broker has run for more than the second that it needs, unless it freezes in several of the pauses.
 
 Invariants:
 

@@ -6,9 +6,7 @@ was returned twice without a result is suspect. The threshold is higher if this 
 except over the consumer timeout. A timeout of deliveries that only waited in a pause of the kill switch raises it, too.
 A suspect is moved, confirmed, to the quarantine queue, which is consumed with a prefetch of 1. There, a return is the
 fault of the message and counts as a failed attempt. Each attempt in quarantine, including the first, follows after a
-delay. Without a delay, a killer would kill one consumer after the other, and leave none for its neighbours. So a killer
-is dispatched twice from its queue and ``max_attempts`` times from quarantine, and is then dead-lettered. Its neighbours
-are dispatched twice beside it, and after that without it.
+delay. Without a delay, a killer would kill one consumer after the other, and leave none for its neighbours.
 
 From 4.3 on, deliveries that a stopping consumer requeues, or that the consumer timeout takes back, are only counted in
 ``x-acquired-count``, which counts every return. A process that has seen such a timeout suspects them equally soon. For

@@ -16,20 +16,6 @@ Several are published once more, as a separate group, behind the others. If the 
 names all of them, they have the same flaw, and all are culprits. If the text names none, all are suspects, and are
 narrowed down twice: first in groups of the square root of their number, then one by one.
 
-States, and the calls that move between them::
-
-    idle     --closed: one is named, or was alone--> that one is the culprit; those before it are a group, those after
-                                                     it are another; idle if there are none
-    idle     --closed: a crash, and one was alone--> that one is a group of the narrowing
-    idle     --closed: several are named-->          groups: those before the first that is named, the others that are
-                                                     not named, those that are named
-    idle     --closed: none is named-->              groups of the square root of their number
-    probing  --next_group()-->                       probing the group returned; idle if none is left
-    probing  --closed: as when idle, but-->          a group of those named, all named again: all are culprits;
-                                                     a group of the narrowing, none named: one by one
-    probing  --interrupted: lost for another reason--> the same group again
-    probing  --interrupted, and overdue-->           the group is cleared, except its unwritten part, which is a group
-
 A group that is not confirmed for the confirm timeout is cleared, since the broker has read it and closed no channel
 over it. Otherwise one queue that does not confirm would stop all publishing until the deadline of its publishes. If the
 broker was frozen, and has read nothing, the search begins again when it closes the channel over the cleared publishes.
@@ -86,6 +72,7 @@ BLAMES_A_PUBLISH = frozenset(
 
 T = TypeVar("T")
 
+#: Whether an error has named all members of a group, or none of a larger group that was divided into this one.
 _Kind = Literal["any", "named", "narrowed"]
 
 

@@ -12,8 +12,7 @@ Invariants of `ConfirmTracker`:
   nothing, changes nothing, and is counted in ``stale``.
 - Nothing is outstanding between `ConfirmTracker.channel_lost` and the next `ConfirmTracker.channel_opened`.
 
-`SequencedItems` holds items under contiguous numbers (sequence numbers of publishes, or delivery tags of deliveries),
-which are settled in any order. Its invariants:
+`SequencedItems` holds items under contiguous numbers, which are settled in any order. Its invariants:
 
 - Numbers are assigned contiguously, from 1 on, and never twice.
 - An item is removed once. A second removal of its number finds nothing.

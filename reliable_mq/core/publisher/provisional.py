@@ -36,14 +36,10 @@ _WATCHED: Final = 0.75  # the part of the grace over which they are spread
 
 
 class ProvisionalConfirms(Generic[P]):
-    """The provisional publishes of one publisher. Not thread-safe.
-
-    Args:
-        grace: The seconds after a queue was made during which its confirms are provisional. 0 means never.
-    """
+    """The provisional publishes of one publisher. Not thread-safe."""
 
     def __init__(self, grace: float) -> None:
-        self.grace = grace
+        self.grace = grace  # seconds after a queue was made during which its confirms are provisional; 0 means never
         self.new_queues = NewQueues()
         #: Queues that were made a grace before this time are old, because the broker has run since.
         self.proven = -inf
@@ -61,11 +57,8 @@ class ProvisionalConfirms(Generic[P]):
     def channel_opened(self, new_queues: NewQueues, broker: str = "") -> None:
         """Begin with a channel, perhaps to another broker.
 
-        A proof of another publisher also counts here.
-
-        Args:
-            new_queues: The new queues of the broker.
-            broker: The name that the broker reports, empty if it reports none.
+        ``broker`` is the name that the broker reports, empty if it reports none. A proof of another publisher also
+        counts here.
         """
         if not self.grace:
             return
