@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from time import process_time
 from typing import TYPE_CHECKING
 from unittest.mock import patch
@@ -99,7 +100,7 @@ class RosterMachine(RuleBasedStateMachine):
         wanted.
         """
         assert self.roster.oldest_accepted_at == min((one.accepted_at for one in self.held), default=None)
-        assert self.roster.next_deadline == min(self.held.values(), default=None)
+        assert self.roster.next_deadline == min(self.held.values(), default=inf)
 
     @invariant()
     def holds_what_entered_and_is_not_settled(self) -> None:
@@ -137,7 +138,7 @@ def test_a_timeout_of_its_own_may_be_shorter_or_longer() -> None:
     assert expire(roster, 30.0) == [common]
     assert roster.next_deadline == 60.0
     assert expire(roster, 60.0) == [long]
-    assert roster.next_deadline is None
+    assert roster.next_deadline == inf
 
 
 def test_a_settled_publish_does_not_expire() -> None:
@@ -147,7 +148,7 @@ def test_a_settled_publish_does_not_expire() -> None:
     for one in (timed, common):
         roster.enter([one])
         settle(roster, one)
-    assert roster.next_deadline is None
+    assert roster.next_deadline == inf
     assert expire(roster, 100.0) == []
     assert roster.oldest_accepted_at is None
 

@@ -24,7 +24,8 @@ confirm timeouts: the queue may have a leader again, and its confirms may be los
 A broker that blocks the connection reads nothing, so no confirm becomes overdue meanwhile, and the confirm timeout of
 all that is on the wire starts again afterwards.
 
-The trust is that of one channel at a time. ``now`` is the monotonic clock of the caller, in seconds.
+The trust is that of one channel at a time. ``now`` is the monotonic clock of the caller, in seconds. The time of an
+event that is not due is infinity.
 
 Invariants of `ChannelTrust`:
 
@@ -73,7 +74,7 @@ class ChannelTrust:
         self._unsent = 0  # written bytes that the network had not taken at the last report
         self._all_taken = False  # whether the network has taken all that was written since `_progress_at`
         self._unblocked_at = -inf  # when the broker last ended a block
-        self._nacks_since: float | None = None  # from when nacks only are counted: the first one after the last ack
+        self._nacks_since = inf  # from when nacks only are counted: the first one after the last ack
         self.reopening = False  # whether the channel is being closed for its nacks
         self.passed_over: Publication | None = None  # the first publish on the channel that was passed over
         self._passed_over_at = 0.0
@@ -86,7 +87,7 @@ class ChannelTrust:
         """Trust a new channel, whatever happened on the last one."""
         self.progressed(now)
         self.taken_at, self._unsent = -inf, 0
-        self._nacks_since = None
+        self._nacks_since = inf
         self.reopening = False
         self.passed_over = None
 
@@ -137,13 +138,12 @@ class ChannelTrust:
     def acked(self, publications: Iterable[Publication], now: float) -> None:
         """Record acks, before the publishes that they settled have their outcome."""
         self._settled(publications, now)
-        self._nacks_since = None
+        self._nacks_since = inf
 
     def nacked(self, publications: Iterable[Publication], now: float) -> None:
         """Record nacks, before the publishes that they settled have their outcome."""
         self._settled(publications, now)
-        if self._nacks_since is None:
-            self._nacks_since = now
+        self._nacks_since = min(self._nacks_since, now)
 
     def drained_in_vain(self, publication: Publication, now: float) -> None:
         """Record that the oldest outstanding confirm did not come by `drained_at`."""
@@ -184,22 +184,18 @@ class ChannelTrust:
         return f"{text}, nor for any other on this channel{_NO_LEADER}" if none_settled else text
 
     @property
-    def reopening_at(self) -> float | None:
-        """The time to open another channel, None without nacks or once that has begun."""
-        if self._nacks_since is None or self.reopening:
-            return None
-        return self._nacks_since + self._confirm_timeout
+    def reopening_at(self) -> float:
+        """The time to open another channel, infinity once that has begun."""
+        return inf if self.reopening else self._nacks_since + self._confirm_timeout
 
     @property
-    def drained_at(self) -> float | None:
+    def drained_at(self) -> float:
         """The time until which publishing waits for the confirms before `reopening_at`."""
-        at = self.reopening_at
-        return None if at is None else at + _DRAINED_WITHIN * self._confirm_timeout
+        return self.reopening_at + _DRAINED_WITHIN * self._confirm_timeout
 
     def ending(self, now: float) -> bool:
         """Return whether to publish nothing more before another channel is open."""
-        at = self.reopening_at
-        return self.reopening or (at is not None and now >= at)
+        return self.reopening or now >= self.reopening_at
 
 
 def _destination(publication: Publication) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.core.publisher.publication import Publication
@@ -81,14 +82,13 @@ class PublishDeadlines(Generic[P]):
         return min((one.accepted_at for one in oldest if one is not None), default=None)
 
     @property
-    def next_deadline(self) -> float | None:
-        """The time when the next publish expires, None without one."""
+    def next_deadline(self) -> float:
+        """The time when the next publish expires, infinity without one."""
         oldest = _first(self._common)
-        common = None if oldest is None else oldest.accepted_at + self._delivery_timeout
+        common = inf if oldest is None else oldest.accepted_at + self._delivery_timeout
         while self._heap and self._heap[0][2].outcome is not None:
             heapq.heappop(self._heap)
-        timed = self._heap[0][0] if self._heap else None
-        return min((at for at in (common, timed) if at is not None), default=None)
+        return min(common, self._heap[0][0]) if self._heap else common
 
     def expire(self, now: float) -> list[P]:
         """Remove and return expired publishes, those with the common timeout first.

@@ -141,14 +141,14 @@ class ProvisionalConfirms(Generic[P]):
         return [one for one in final if self._generations.pop(one, None) is not None]
 
     @property
-    def round_trip_at(self) -> float | None:
-        """The time when the next round trip is due, None if none is due.
+    def round_trip_at(self) -> float:
+        """The time when the next round trip is due, infinity if none is.
 
         Round trips continue without provisional publishes, because queues that are known to be old stay old after a
         loss.
         """
         if self._begun_at is not None:
-            return None
+            return inf
         old_at = self.new_queues.latest + self.grace
         at = min(self._final[0][0] if self._final else inf, old_at if old_at > self.proven else inf)
-        return max(at - self.grace * _WATCHED, self._next_at) if at < inf else None
+        return max(at - self.grace * _WATCHED, self._next_at)

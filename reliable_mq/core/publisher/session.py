@@ -34,6 +34,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from reliable_mq.codec import append_publish, encode_properties, plain_properties, publish_head
@@ -294,7 +295,7 @@ class PublisherSession(Generic[P]):
 
     def abandon_all(self) -> None:
         """Settle all publishes as at their deadline, when the publisher closes for good."""
-        for publication in self._deadlines.expire(float("inf")):
+        for publication in self._deadlines.expire(inf):
             self._give_up(publication)
         self._delayed.clear()  # otherwise they would determine the next wake-up
 
@@ -307,7 +308,7 @@ class PublisherSession(Generic[P]):
             if publication.state is _ON_WIRE and self.blocked_reason is None:
                 self.trust.expired(publication, self._tracker.settled_through, now)
             self._give_up(publication)
-        if (drained_at := self._drained_at()) is not None and now >= drained_at:
+        if now >= self._drained_at():
             self.trust.drained_in_vain(next(one for one in self._tracker.outstanding if one.outcome is None), now)
         while self._delayed and self._delayed[0][0] <= now:
             publication = heapq.heappop(self._delayed)[2]
@@ -348,8 +349,7 @@ class PublisherSession(Generic[P]):
 
         Confirms are outstanding, and the broker has settled nothing for the confirm timeout, or has passed over one.
         """
-        at = self._doubt_at()
-        return at is not None and now >= at
+        return now >= self._doubt_at()
 
     @property
     def doubt(self) -> str:
@@ -361,8 +361,7 @@ class PublisherSession(Generic[P]):
 
         Only nacks have come for the confirm timeout, and unsettled publishes wait. None of them is on the wire.
         """
-        at = self._reopening_at()
-        return at is not None and now >= at
+        return now >= self._reopening_at()
 
     def reopening_begun(self) -> None:
         """Write nothing more on the channel, which the caller closes and opens anew."""
@@ -373,14 +372,14 @@ class PublisherSession(Generic[P]):
 
         A round trip is any method that a live broker answers.
         """
-        at = self._round_trip_at()
-        return at is not None and now >= at
+        return now >= self._round_trip_at()
 
     def next_wakeup(self) -> float | None:
         """Return the time of the next `tick` if no event comes first, None for never."""
-        timers = (self._deadlines.next_deadline, self._delayed[0][0] if self._delayed else None)
+        delayed = self._delayed[0][0] if self._delayed else inf
         channel = (self._doubt_at(), self._reopening_at(), self._drained_at(), self._round_trip_at())
-        return min((at for at in timers + channel if at is not None), default=None)
+        at = min(self._deadlines.next_deadline, delayed, *channel)
+        return at if at < inf else None
 
     # Readings
 
@@ -413,27 +412,23 @@ class PublisherSession(Generic[P]):
         """The time when the oldest unsettled publish was accepted, None without one."""
         return self._deadlines.oldest_accepted_at
 
-    def _doubt_at(self) -> float | None:
-        if not len(self._tracker) or self.blocked_reason is not None:
-            return None
-        return self.trust.doubt_at
+    def _doubt_at(self) -> float:
+        return self.trust.doubt_at if len(self._tracker) and self.blocked_reason is None else inf
 
-    def _reopening_at(self) -> float | None:
+    def _reopening_at(self) -> float:
         ready = self._tracker.open and self.blocked_reason is None and self.outstanding
-        return self.trust.reopening_at if ready and not self._unconfirmed else None
+        return self.trust.reopening_at if ready and not self._unconfirmed else inf
 
-    def _drained_at(self) -> float | None:
-        return self.trust.drained_at if self._unconfirmed and self.blocked_reason is None else None
+    def _drained_at(self) -> float:
+        return self.trust.drained_at if self._unconfirmed and self.blocked_reason is None else inf
 
     @property
     def _unconfirmed(self) -> int:
         """The number of unsettled publishes on the wire."""
         return len(self._tracker) - self.abandoned_count
 
-    def _round_trip_at(self) -> float | None:
-        if not self._tracker.open or self.blocked_reason is not None:
-            return None
-        return self._provisional.round_trip_at
+    def _round_trip_at(self) -> float:
+        return self._provisional.round_trip_at if self._tracker.open and self.blocked_reason is None else inf
 
     def _encode(self, queue: deque[P], sent: list[P], limit: int) -> bytes:
         """Move publishes from ``queue`` to ``sent``, and return their frames.
