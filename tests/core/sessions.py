@@ -46,7 +46,7 @@ class ReadableSession(ConsumerSession):
     """Shows the values that only the session itself reads."""
 
     @property
-    def deadline(self) -> float | None:
+    def deadline(self) -> float:
         return self._deadline
 
     @property

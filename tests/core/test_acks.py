@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from math import inf
 from time import process_time
 from unittest.mock import patch
 
@@ -40,12 +41,12 @@ def test_contiguous_completions_are_acked_by_count_in_one_frame() -> None:
 
 def test_a_single_completion_is_acked_alone_after_its_interval() -> None:
     acks = batcher(delivered=3)
-    assert acks.deadline is None
+    assert acks.deadline == inf
     acks.finished([1], 5.0)
     assert acks.deadline == 6.0
     assert acks.due(5.9) == []
     assert acks.due(6.0) == [(1, False)]
-    assert acks.deadline is None
+    assert acks.deadline == inf
     assert acks.due(100.0) == []
 
 
@@ -118,7 +119,7 @@ def test_without_running_handlers_acks_wait_only_for_the_rest() -> None:
     assert (acks.deadline_if(idle=False), acks.deadline_if(idle=True)) == (6.0, 0.25)
     assert acks.due(5.0) == []
     assert acks.due(5.0, idle=True) == [(1, False)]
-    assert acks.deadline_if(idle=True) is None
+    assert acks.deadline_if(idle=True) == inf
     assert acks.rested_at == 5.25
     acks.finished([2, 4], 5.125)
     assert acks.due(5.125, idle=True) == []
@@ -190,7 +191,7 @@ def test_an_unknown_or_repeated_tag_is_counted_and_ignored(tags: list[int], refu
 def test_a_refused_completion_does_not_start_the_interval() -> None:
     acks = batcher(delivered=1)
     acks.finished([9], 0.0)
-    assert acks.deadline is None
+    assert acks.deadline == inf
 
 
 def test_a_rejected_tag_leaves_the_ledger_and_closes_no_gap() -> None:
@@ -228,7 +229,7 @@ def test_a_channel_that_is_lost_leaves_nothing_behind() -> None:
     acks.finished([1, 3], 0.0)
     assert acks.lost() == 5
     assert acks.flush() == []
-    assert acks.deadline is None
+    assert acks.deadline == inf
     assert acks.finished([2], 0.0) == 0
     acks.opened(GENERATION + 1)
     acks.delivered(1, 2)
@@ -435,16 +436,16 @@ class Acknowledging(RuleBasedStateMachine):
         lowest = min(self.unfinished, default=self.newest + 1)
         assert sum(tag < lowest for tag in self.finished) < self.ack_every
         if self.finished:
-            assert self.acks.deadline is not None
+            assert self.acks.deadline < inf
             assert self.acks.deadline <= min(self.finished.values()) + self.interval
         else:
-            assert self.acks.deadline is None
+            assert self.acks.deadline == inf
 
     @rule()
     def flush(self) -> None:
         self.carry_out(self.acks.flush())
         assert not self.finished
-        assert self.acks.deadline is None
+        assert self.acks.deadline == inf
 
     @invariant()
     def both_agree(self) -> None:

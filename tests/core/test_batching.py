@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import pytest
@@ -47,7 +48,7 @@ def test_full_batches_are_ready_at_once_and_the_rest_waits() -> None:
     assert len(batcher.ready) == 2
     batcher.due(15.0)
     assert batcher.ready[2] == items[4:]
-    assert batcher.deadline is None
+    assert batcher.deadline == inf
 
 
 def test_the_wait_begins_with_the_first_of_a_batch() -> None:
@@ -220,7 +221,7 @@ class Grouping(RuleBasedStateMachine):
     def the_deadline_is_that_of_the_oldest_that_waits(self) -> None:
         waiting = len(self.expected) - sum(map(len, self.batcher.ready))
         deadline = self.batcher.deadline
-        assert deadline == (self.expected[-waiting][1] + 5.0 if waiting else None)
+        assert deadline == (self.expected[-waiting][1] + 5.0 if waiting else inf)
 
     def check_order(self, items: list[Delivery]) -> None:
         assert [item.delivery_tag for item in items] == [tag for tag, _ in self.expected[: len(items)]]

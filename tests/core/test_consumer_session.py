@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from reliable_mq import ConsumeError, PublishNacked, PublishRefused, ReliableMQError, RetryLater
@@ -48,7 +50,7 @@ def test_deliveries_are_handed_out_in_order_and_acked_together() -> None:
 def test_acks_wait_for_their_interval_at_most() -> None:
     session = make()
     work = deliver(session, items(3))
-    assert session.deadline is None
+    assert session.deadline == inf
     session.finished([work[1]], 2.0)
     assert session.deadline == 7.0
     assert session.take_output(6.9) == b""
@@ -146,7 +148,7 @@ def test_an_unconfirmed_dead_letter_is_retried_before_any_ack(error: ReliableMQE
     for _ in range(8):
         session.published(republish, error, now)
         assert session.take_output(now) == b""
-        assert session.deadline is not None
+        assert session.deadline < inf
         waits.append(session.deadline - now)
         now = session.deadline
         session.tick(now)
@@ -180,7 +182,7 @@ def test_properties_too_large_for_a_dead_letter_are_cut() -> None:
     refused = PublishRefused("too large", reply_code=ReplyCode.CONTENT_TOO_LARGE, reply_text="refused before sending")
     for kept in (2, 4, 8):
         session.published(republish, refused, 0.0)
-        assert session.deadline is not None
+        assert session.deadline < inf
         session.tick(session.deadline)
         assert only_republish(session) is republish
         properties = Properties(republish.properties)
@@ -356,7 +358,7 @@ def test_a_store_that_fails_closed_is_asked_ever_more_slowly() -> None:
     waits = []
     for _ in range(8):
         session.finished([Skipped(item, SkipReason.STORE_FAILED, "down")], now)
-        assert session.deadline is not None
+        assert session.deadline < inf
         waits.append(session.deadline - now)
         now = session.deadline
         assert attempt_again(session, now) == [item]
@@ -462,7 +464,7 @@ def test_a_failed_batch_is_requeued_while_stopping() -> None:
 def test_refusing_all_of_a_batch_leaves_nothing_waiting() -> None:
     session = make(batch=(2, 3.0))
     session.delivered([delivery(headers={headers.FORMAT: 99})], 0.0)
-    assert session.deadline is None
+    assert session.deadline == inf
 
 
 # Settings

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from reliable_mq.codec import encode_ack, encode_nack
 from reliable_mq.core import headers
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
@@ -92,7 +94,7 @@ def test_what_waits_on_a_lost_channel_never_reaches_a_handler() -> None:
     session.lost(1)
     assert session.take_work() == []
     assert session.take_output(99.0) == b""
-    assert (session.held, session.deadline) == (0, None)
+    assert (session.held, session.deadline) == (0, inf)
     session.recalled([work[2]])
     assert session.drained
 

@@ -361,7 +361,7 @@ class Consuming(RuleBasedStateMachine):
         self.turn()
         assert all(self.now - since < ACK_INTERVAL for since in self.may_ack.values())
         deadline = self.session.deadline
-        assert deadline is None or deadline > self.now
+        assert deadline > self.now
         if self.reopen and self.open:
             self.close_channel()
             self.open_channel()

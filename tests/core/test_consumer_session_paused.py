@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from reliable_mq import KillSwitch
 from reliable_mq.core.consumer.handler import Failed, Skipped, SkipReason
 from reliable_mq.core.consumer.settlement import LogEventKind
@@ -189,7 +191,7 @@ def test_after_the_pause_no_deadline_is_set_until_a_probe_comes() -> None:
     assert session.deadline == 5.0
     session.tick(5.0)
     assert session.take_work() == []
-    assert session.deadline is None
+    assert session.deadline == inf
     assert len(deliver(session, items(2, first=3), 60.0)) == 1, "the probe"
 
 

@@ -5,6 +5,8 @@ The session warns before the timeout, and counts a timeout as a failed attempt.
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from reliable_mq import KillSwitch, RetryPolicy
@@ -60,7 +62,7 @@ def test_a_long_unacked_delivery_is_warned_of_by_age_and_queue() -> None:
         "the broker requeues a delivery that is unacked for 1800 s, its consumer timeout"
     )
     session.tick(1790.0)
-    assert (kinds(session), session.statistics.overdue, session.deadline) == ([], 2, None)
+    assert (kinds(session), session.statistics.overdue, session.deadline) == ([], 2, inf)
 
 
 def test_of_many_the_first_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 import pytest
 
@@ -44,7 +45,7 @@ def test_a_delivery_is_overdue_once_at_75_percent_of_the_timeout() -> None:
     assert channel.ages.newly_overdue(85.0) == [first]
     assert channel.ages.deadline == 20.0 + 75
     assert channel.ages.newly_overdue(96.0) == [third]
-    assert channel.ages.deadline is None
+    assert channel.ages.deadline == inf
     assert channel.ages.newly_overdue(1000.0) == []
 
 
@@ -52,7 +53,7 @@ def test_what_was_finished_in_time_is_forgotten() -> None:
     channel = Channel()
     channel.finish(*channel.deliver(3, 0.0))
     assert channel.ages.newly_overdue(1.0) == []
-    assert channel.ages.deadline is None
+    assert channel.ages.deadline == inf
 
 
 def test_what_was_finished_in_time_behind_a_gap_is_not_overdue() -> None:
@@ -60,13 +61,13 @@ def test_what_was_finished_in_time_behind_a_gap_is_not_overdue() -> None:
     [first] = channel.deliver(1, 0.0)
     channel.finish(*channel.deliver(3, 1.0))
     assert channel.ages.newly_overdue(80.0) == [first]
-    assert channel.ages.deadline is None
+    assert channel.ages.deadline == inf
 
 
 def test_where_the_broker_has_no_timeout_nothing_is_overdue() -> None:
     channel = Channel(None)
     deliveries = channel.deliver(2, 0.0)
-    assert channel.ages.deadline is None
+    assert channel.ages.deadline == inf
     assert channel.ages.newly_overdue(1e9) == []
     assert channel.ages.unacked(500.0, 1000.0) == deliveries  # the broker has named its timeout
 
@@ -86,7 +87,7 @@ def test_what_has_timed_out_by_the_clock_of_the_broker() -> None:
     assert channel.ages.unacked(10.0, 89.0) == [first[1], *second]
     channel.ages.clear()
     assert channel.ages.unacked(0.0, 1000.0) == []
-    assert channel.ages.deadline is None
+    assert channel.ages.deadline == inf
 
 
 def test_one_that_is_never_finished_keeps_no_others() -> None:

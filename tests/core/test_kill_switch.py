@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_one_that_succeeds_ends_it() -> None:
     assert allowed(monitor, 2.0) == 1
     monitor.dispatched([delivery(1)])
     assert allowed(monitor, 2.1) == 0
-    assert monitor.deadline is None
+    assert monitor.deadline == inf
     assert monitor.settled(1, 0, 2.5) is KillSwitchState.RUNNING
     assert allowed(monitor, 2.5) is None
 
@@ -111,7 +112,7 @@ def test_a_pause_ends_though_there_is_nothing_to_probe_with() -> None:
     """Otherwise the consumer would poll without end until a delivery comes."""
     monitor = tripped()
     monitor.due(2.0)
-    assert monitor.deadline is None
+    assert monitor.deadline == inf
     assert monitor.paused
     assert monitor.allows == 1
 
@@ -141,8 +142,8 @@ def test_whatever_happens_it_runs_or_has_a_time_to_look_again(results: list[tupl
         assert len(monitor._parts) <= 11
         monitor.due(now)
         deadline = monitor.deadline
-        assert deadline is None or now < deadline <= now + SWITCH.longest_pause
-        assert deadline is not None or monitor.allows != 0 or monitor._probe
+        assert deadline == inf or now < deadline <= now + SWITCH.longest_pause
+        assert deadline < inf or monitor.allows != 0 or monitor._probe
 
 
 def test_durations_may_be_timedeltas() -> None:

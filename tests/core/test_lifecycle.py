@@ -5,6 +5,8 @@ Broker, handlers and user do whatever they may, in any order.
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -66,7 +68,7 @@ def test_a_consumer_with_few_acks_ends_as_soon_as_nothing_runs() -> None:
     assert (life.state, life.silent, life.deadline) == (ConsumerState.STOPPING, False, 1.0 + STOP_TIMEOUT)
     life.sent(21, 1.2)
     step(life, 1.2)
-    assert (life.state, life.deadline, life.gave_up) == (ConsumerState.ENDED, None, False)
+    assert (life.state, life.deadline, life.gave_up) == (ConsumerState.ENDED, inf, False)
     assert not life.stop(2.0)
 
 
@@ -168,7 +170,7 @@ def test_a_cancelled_channel_reopens_when_drained_or_in_time(drained: bool, at: 
     life.lost()
     assert not step(life, at + 1.0)
     life.opened()
-    assert (life.state, life.connected, life.deadline) == (ConsumerState.SUBSCRIBED, True, None)
+    assert (life.state, life.connected, life.deadline) == (ConsumerState.SUBSCRIBED, True, inf)
 
 
 def test_another_prefetch_is_another_subscription() -> None:
@@ -190,7 +192,7 @@ def test_single_active_waits_for_all_acks_to_change_prefetch() -> None:
     life.opened()
     assert not life.change_prefetch(5)
     assert not step(life, 1.0, unacked=True)
-    assert life.deadline is None
+    assert life.deadline == inf
     assert not step(life, 2.0)
     assert life.deadline == 2.0 + LINGER
     assert not step(life, 2.05)
@@ -210,7 +212,7 @@ def test_a_prefetch_that_was_changed_back_reopens_nothing() -> None:
     step(life, 1.0)
     life.change_prefetch(PREFETCH)
     assert not step(life, 1.0)
-    assert (life.deadline, life.steady) == (None, True)
+    assert (life.deadline, life.steady) == (inf, True)
 
 
 def test_a_stopping_consumer_does_not_subscribe_to_quarantine() -> None:
@@ -342,9 +344,9 @@ class Living(RuleBasedStateMachine):
     @invariant()
     def the_next_step_is_ahead(self) -> None:
         deadline = self.life.deadline
-        assert deadline is None or deadline > self.now
+        assert deadline > self.now
         if self.life.state is ConsumerState.ENDED:
-            assert deadline is None
+            assert deadline == inf
 
     @invariant()
     def a_stop_ends_in_time(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -254,7 +255,7 @@ def test_quarantine_is_subscribed_to_later_once_per_channel() -> None:
     assert not session.take_subscription()
     session.tick(100.0)
     assert not session.take_subscription()
-    assert session.deadline is None
+    assert session.deadline == inf
     session.lost(1)
     session.tick(101.0)
     assert not session.take_subscription()
@@ -281,11 +282,11 @@ def test_an_ending_session_drops_the_quarantine_deadline(end: Callable[[SteppedS
     assert session.deadline == AFTER
     end(session)
     session.tick(2 * AFTER)
-    assert session.deadline is None
+    assert session.deadline == inf
     session.lost(1)
     session.opened(2, CHANNEL)
     session.tick(3 * AFTER)
-    assert (session.deadline is None) == (end is SteppedSession.stop)
+    assert (session.deadline == inf) == (end is SteppedSession.stop)
 
 
 def test_refused_subscriptions_to_quarantine_become_rare() -> None:

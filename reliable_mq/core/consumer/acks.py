@@ -101,7 +101,7 @@ class AckBatcher:
         self.first_unfinished = 1  # no tag below is unfinished, and none below is in _ahead
         self._run = 0  # deliveries finished and not acked, below first_unfinished
         self._run_end = 0  # the highest tag of the run
-        self._finished_at: float | None = None  # not later than the oldest unacked delivery was finished
+        self._finished_at = inf  # not later than the oldest unacked delivery was finished; infinity without one
         self._sent_at = 0.0  # when the last frame was sent
 
     @property
@@ -110,19 +110,19 @@ class AckBatcher:
         return len(self._unfinished) + len(self._ahead) + self._run
 
     @property
-    def deadline(self) -> float | None:
-        """The time to call `due` again if no event comes first, None for never."""
-        return None if self._finished_at is None else self._finished_at + self.interval
+    def deadline(self) -> float:
+        """The time to call `due` again if no event comes first, infinity for never."""
+        return self._finished_at + self.interval
 
     @property
     def rested_at(self) -> float:
         """The time after which acks are sent when no handler runs, infinity for never."""
         return self._sent_at + self._rest
 
-    def deadline_if(self, *, idle: bool) -> float | None:
+    def deadline_if(self, *, idle: bool) -> float:
         """Return `deadline`, or if no handler runs (``idle``) an earlier `rested_at`."""
         deadline = self.deadline
-        return min(deadline, self.rested_at) if idle and deadline is not None else deadline
+        return min(deadline, self.rested_at) if idle and deadline < inf else deadline
 
     @property
     def due_after(self) -> int:
@@ -178,8 +178,7 @@ class AckBatcher:
         if not count:
             return 0
         unfinished -= accepted
-        if self._finished_at is None:
-            self._finished_at = now
+        self._finished_at = min(self._finished_at, now)
         low = self.first_unfinished
         if not self._ahead and max(accepted) == low + count - 1:
             self.first_unfinished = low + count
@@ -205,7 +204,7 @@ class AckBatcher:
     def due(self, now: float, *, idle: bool = False) -> Frames:
         """Return the acks to send now. ``idle`` means that no handler runs."""
         frames: Frames = []
-        if self._finished_at is None:
+        if self._finished_at == inf:
             return frames
         if now >= self._finished_at + self.interval or (idle and now >= self.rested_at):
             self._sent_at = now
@@ -275,14 +274,14 @@ class AckBatcher:
         self._count(1, count)
         self._run = 0
         if not self._ahead:
-            self._finished_at = None
+            self._finished_at = inf
 
     def _ack_ahead(self, frames: Frames) -> None:
         count = len(self._ahead)
         frames.extend((tag, False) for tag in sorted(self._ahead))
         self._count(count, count)
         self._ahead.clear()
-        self._finished_at = None
+        self._finished_at = inf
 
     def _count(self, frames: int, deliveries: int) -> None:
         statistics = self.statistics

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec.methods import ReplyCode
@@ -97,10 +98,10 @@ class ConsumerTimeoutMonitor:
         return [delivery for read in old for delivery in self._acks.unfinished_of(read)]
 
     @property
-    def deadline(self) -> float | None:
-        """The time to call `newly_overdue` if no event comes first, None for never."""
+    def deadline(self) -> float:
+        """The time to call `newly_overdue` if no event comes first, infinity for never."""
         if self.timeout is None or not self._young:
-            return None
+            return inf
         return self._young[0][0] + self.timeout * WARN_AT
 
     def _forget(self) -> None:

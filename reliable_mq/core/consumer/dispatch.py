@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from reliable_mq.core.consumer.delivery import Delivery, DeliveryState
@@ -127,14 +128,10 @@ class Dispatcher:
         return not (self._ready or self._quarantined)
 
     @property
-    def deadline(self) -> float | None:
-        """The time of the next timer, None without one."""
-        times = (
-            None if self._batcher is None else self._batcher.deadline,
-            None if self._quarantine is None else self._quarantine.deadline,
-            None if self._kill_switch is None else self._kill_switch.deadline,
-        )
-        return min((time for time in times if time is not None), default=None)
+    def deadline(self) -> float:
+        """The time of the next timer, infinity without one."""
+        timers = (self._batcher, self._quarantine, self._kill_switch)
+        return min((timer.deadline for timer in timers if timer is not None), default=inf)
 
     def _deliveries(self, work: list[Any]) -> list[Delivery]:
         return work if self._batcher is None else list(chain.from_iterable(work))
@@ -162,9 +159,9 @@ class Batcher:
         self._since = 0.0
 
     @property
-    def deadline(self) -> float | None:
-        """The time when an incomplete batch is dispatched, None if none waits."""
-        return self._since + self.batch_wait if self._waiting else None
+    def deadline(self) -> float:
+        """The time when an incomplete batch is dispatched, infinity if none waits."""
+        return self._since + self.batch_wait if self._waiting else inf
 
     def add(self, deliveries: list[Delivery], now: float) -> list[list[Delivery]]:
         """Add deliveries, in order. Return the batches that are full."""
@@ -182,7 +179,7 @@ class Batcher:
 
     def due(self, now: float) -> list[list[Delivery]]:
         """Return the batch that has waited long enough, if any."""
-        if self.deadline is None or now < self.deadline:
+        if now < self.deadline:
             return []
         batch, self._waiting = self._waiting, []
         return [batch]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Final
 
 from reliable_mq._util.validation import seconds
@@ -72,12 +73,12 @@ class KillSwitchMonitor:
         return self._state is not KillSwitchState.RUNNING
 
     @property
-    def deadline(self) -> float | None:
-        """The time when a pause ends, None if only a result can change the state."""
-        return self._until if self._state is KillSwitchState.PAUSED else None
+    def deadline(self) -> float:
+        """The time when a pause ends, infinity if only a result can change the state."""
+        return self._until if self._state is KillSwitchState.PAUSED else inf
 
     def due(self, now: float) -> None:
-        if self._state is KillSwitchState.PAUSED and now >= self._until:
+        if now >= self.deadline:
             self._state, self._probe, self._beside = KillSwitchState.PROBING, (), ()
 
     @property

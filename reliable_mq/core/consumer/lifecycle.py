@@ -129,10 +129,10 @@ class ConsumerLifecycle:
         self._single_active = single_active
         self.subscribes: Final = subscribes
         self.prefetch = self._wanted = prefetch  # of the newest and of the next subscription; 0 for none
-        self._patience: float | None = None  # when the wait for running handlers ends
+        self._patience = inf  # when the wait for running handlers ends
         self._cancel_by = 0.0  # until when a stop waits for cancel-ok at least
-        self._pause: float | None = None  # when SETTLING or LINGERING ends
-        self._renewal: float | None = None  # when the channel is reopened for a new prefetch, if it is still idle
+        self._pause = inf  # when SETTLING or LINGERING ends
+        self._renewal = inf  # when the channel is reopened for a new prefetch, if it is still idle
         self._burst_at = 0.0
         self._burst = 0  # bytes sent since _burst_at
         self._changes: list[SubscriptionChange] = []
@@ -144,7 +144,7 @@ class ConsumerLifecycle:
         self._open = True
         if self.state is ConsumerState.RESUBSCRIBING:
             self.state = ConsumerState.SUBSCRIBED
-            self._patience = None
+            self._patience = inf
         if self.state is ConsumerState.SUBSCRIBED:
             self.connected = True
             if self.prefetch != self._wanted:
@@ -193,7 +193,7 @@ class ConsumerLifecycle:
         self.state = ConsumerState.ENDED
         self.connected = False
         self._changes.clear()
-        self._patience = self._pause = self._renewal = None
+        self._patience = self._pause = self._renewal = inf
 
     def sent(self, size: int, now: float) -> None:
         if now - self._burst_at > _BURST_SECONDS:
@@ -243,17 +243,17 @@ class ConsumerLifecycle:
         ``drained`` means that nothing is dispatched, waits for dispatch, or is being published.
         """
         nothing_left = drained and self.state in (ConsumerState.SETTLING, ConsumerState.STOPPING)
-        if self._waits_until is not None and now >= self._waits_until and not nothing_left:
-            self._patience = None
+        if now >= self._waits_until and not nothing_left:
+            self._patience = inf
             if self.state is ConsumerState.RESUBSCRIBING:
                 self._reopen()
             else:
                 self.gave_up = True
                 self.end()
         elif self.state is ConsumerState.SETTLING:
-            if drained or (self._pause is not None and now >= self._pause):
-                self.state, self._pause = ConsumerState.STOPPING, None
-        elif self.state is ConsumerState.LINGERING and self._pause is not None and now >= self._pause:
+            if drained or now >= self._pause:
+                self.state, self._pause = ConsumerState.STOPPING, inf
+        elif self.state is ConsumerState.LINGERING and now >= self._pause:
             self.end()
 
     def advance(self, now: float, *, drained: bool, unacked: bool) -> Sequence[SubscriptionChange]:
@@ -264,8 +264,8 @@ class ConsumerLifecycle:
             if self._burst <= _BURST_BYTES:
                 self.end()
             else:
-                self.state, self._pause, self._patience = ConsumerState.LINGERING, now + LINGER, None
-        if self.prefetch != self._wanted or self._renewal is not None:
+                self.state, self._pause, self._patience = ConsumerState.LINGERING, now + LINGER, inf
+        if self.prefetch != self._wanted or self._renewal < inf:
             self._renew_when_idle(now, unacked=unacked)
         changes, self._changes = self._changes, []
         return changes
@@ -277,7 +277,7 @@ class ConsumerLifecycle:
             self.state is ConsumerState.SUBSCRIBED
             and self.prefetch == self._wanted
             and not self._changes
-            and self._renewal is None
+            and self._renewal == inf
         )
 
     @property
@@ -301,27 +301,24 @@ class ConsumerLifecycle:
         return self.state in _SILENT
 
     @property
-    def deadline(self) -> float | None:
-        """The time to call `tick` if no event comes first, None for never."""
-        times = (self._waits_until, self._pause, self._renewal)
-        return min((time for time in times if time is not None), default=None)
+    def deadline(self) -> float:
+        """The time to call `tick` if no event comes first, infinity for never."""
+        return min(self._waits_until, self._pause, self._renewal)
 
     @property
-    def _waits_until(self) -> float | None:
-        """The time when it no longer waits for handlers or for cancel-ok, None for never."""
-        if self._patience is not None and self.state is ConsumerState.CANCELLING:
-            return max(self._patience, self._cancel_by)
-        return self._patience
+    def _waits_until(self) -> float:
+        """The time when it no longer waits for handlers or for cancel-ok, infinity for never."""
+        return max(self._patience, self._cancel_by) if self.state is ConsumerState.CANCELLING else self._patience
 
     def _renew_when_idle(self, now: float, *, unacked: bool) -> None:
         """Reopen the channel after an idle moment, since it loses acks on their way."""
         idle = self.state is ConsumerState.SUBSCRIBED and self.subscribed and not unacked
         if not idle or self.prefetch == self._wanted:
-            self._renewal = None
-        elif self._renewal is None:
+            self._renewal = inf
+        elif self._renewal == inf:
             self._renewal = now + LINGER
         elif now >= self._renewal:
-            self._renewal = None
+            self._renewal = inf
             self._reopen()
 
     def _reopen(self) -> None:

@@ -93,7 +93,7 @@ class Quarantine:
         self.forgiven = 0
         self._single_active = single_active
         self.state = QuarantineState.NO_CHANNEL
-        self.deadline: float | None = None  # when WAITING ends; None if unknown
+        self.deadline = inf  # when WAITING ends; infinity if unknown
         self._timed_out = False  # whether this process has seen the consumer timeout take a delivery back
         self._received = False  # whether a delivery has come from quarantine on this channel
         self._wait = FIRST_WAIT  # seconds after the next refusal
@@ -125,7 +125,7 @@ class Quarantine:
 
     def opened(self) -> None:
         """Begin with a channel."""
-        self.state, self.deadline = QuarantineState.WAITING, None
+        self.state, self.deadline = QuarantineState.WAITING, inf
 
     def lost(self, timed_out: Collection[Delivery] | None = None) -> None:
         """Forget the channel.
@@ -135,7 +135,7 @@ class Quarantine:
         """
         self.losses += self.state is not QuarantineState.NO_CHANNEL and timed_out is None
         self.forgiven += self._received and not any(map(self.has, timed_out or ()))
-        self.state, self.deadline, self._received = QuarantineState.NO_CHANNEL, None, False
+        self.state, self.deadline, self._received = QuarantineState.NO_CHANNEL, inf, False
 
     def timed_out(self) -> None:
         """Record that the consumer timeout took a delivery back."""
@@ -143,7 +143,7 @@ class Quarantine:
 
     def ended(self) -> None:
         """Prevent a later subscription on this channel, because the consumer stops."""
-        self.deadline = None
+        self.deadline = inf
         if self.state is QuarantineState.WAITING:
             self.state = QuarantineState.LEFT_OUT
 
@@ -151,11 +151,11 @@ class Quarantine:
         """Return whether to subscribe now, True once per channel."""
         if self.state is not QuarantineState.WAITING:
             return False
-        if self.deadline is None:
+        if self.deadline == inf:
             self.deadline = max(now + AFTER, self._refused_until)
         if now < self.deadline:
             return False
-        self.state, self.deadline = QuarantineState.SUBSCRIBED, None
+        self.state, self.deadline = QuarantineState.SUBSCRIBED, inf
         return True
 
     def refused(self, now: float) -> float:

@@ -23,6 +23,7 @@ Invariants:
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.core.consumer.admission import Admission, AdmissionResult
@@ -535,13 +536,10 @@ class ConsumerSession:
         return not running and self._dispatcher.empty and self._settlement.republish.idle
 
     @property
-    def _deadline(self) -> float | None:
-        """The time of the next timer of its parts, None for never."""
-        at = self._acks.deadline_if(idle=not self._running)
-        for other in (self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline):
-            if other is not None and (at is None or other < at):
-                at = other
-        return at
+    def _deadline(self) -> float:
+        """The time of the next timer of its parts, infinity for never."""
+        acks_due = self._acks.deadline_if(idle=not self._running)
+        return min(acks_due, self._settlement.deadline, self._dispatcher.deadline, self._timeouts.deadline)
 
     def _wake_at(self, now: float, report_after: int) -> float | None:
         lifecycle = self.lifecycle
@@ -551,10 +549,9 @@ class ConsumerSession:
         if report_after > 1 and self._running:
             latest = now + self._acks.interval
             rested = self._acks.rested_at  # earlier results are not reported one by one
-            at = min(latest, rested if rested > now else latest, latest if at is None else at)
-        if lifecycle.steady:
-            return at
-        if at is not None and lifecycle.silent:
-            at = max(at, now + _SHORTEST_POLL)
-        ends = lifecycle.deadline
-        return ends if at is None or (ends is not None and ends < at) else at
+            at = min(latest, rested if rested > now else latest, at)
+        if not lifecycle.steady:
+            if lifecycle.silent:
+                at = max(at, now + _SHORTEST_POLL)
+            at = min(at, lifecycle.deadline)
+        return at if at < inf else None

@@ -21,6 +21,7 @@ import enum
 import heapq
 import itertools
 from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from reliable_mq.codec import encode_ack, encode_nack, encode_reject
@@ -443,9 +444,9 @@ class Settlement:
         return output
 
     @property
-    def deadline(self) -> float | None:
-        """The time when the first held delivery is due, None if none is held."""
-        return self._held[0][0] if self._held else None
+    def deadline(self) -> float:
+        """The time when the first held delivery is due, infinity if none is held."""
+        return self._held[0][0] if self._held else inf
 
     @property
     def holds_publishes(self) -> bool:
