@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable
+from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 
 from reliable_mq.errors import ConfigurationError, UsageError
@@ -98,4 +99,6 @@ def _shows_its_class(answer: object) -> bool:
 
 
 def _is(kind: Callable[[object], bool], handler: object) -> bool:
+    while isinstance(handler, partial):  # perhaps of an object, whose method inspect does not look for
+        handler = handler.func
     return kind(handler) or kind(type(handler).__call__)
