@@ -92,16 +92,14 @@ class Histogram:
         self.exemplars[bisect_left(self.bounds, value)] = TracedObservation(value, ids, at)
 
 
+@dataclass(eq=False, slots=True)
 class PeakAverage:
     """The average size of messages, which grows at once and falls slowly.
 
     A number of messages that is computed from it soon fits in memory when the messages grow.
     """
 
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value: float | None = None  # bytes; None before the first observation
+    value: float | None = None  # bytes; None before the first observation
 
     def observe(self, average: float) -> None:
         """Include the average size of the messages that were read together."""

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from reliable_mq.errors import (
@@ -126,64 +126,31 @@ class Receipt:
     possible_duplicate: bool = False
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Publication:
     """A publish and its state, which only the publishing session writes."""
 
-    __slots__ = (
-        "accepted_at",
-        "callbacks",
-        "exchange",
-        "in_doubt",
-        "mandatory",
-        "message",
-        "nacks",
-        "once",
-        "outcome",
-        "owner",
-        "reply",
-        "result_observed",
-        "routing_key",
-        "sends",
-        "sent_at",
-        "size",
-        "state",
-        "tag",
-        "timeout",
-        "trace",
-    )
-
-    def __init__(
-        self,
-        message: Message,
-        exchange: str,
-        routing_key: str,
-        mandatory: bool,
-        size: int,
-        accepted_at: float,
-        timeout: float | None,
-        owner: Any = None,
-    ) -> None:
-        self.message = message
-        self.exchange = exchange
-        self.routing_key = routing_key
-        self.mandatory = mandatory
-        self.size = size  # bytes counted against the window
-        self.accepted_at = accepted_at  # in seconds of the monotonic clock
-        self.timeout = timeout  # seconds from acceptance to the deadline; None for the session's delivery timeout
-        self.state = PublicationState.READY  # changed only by the events of `TRANSITIONS`
-        self.sends = 0  # times that it was written to a channel
-        self.sent_at = 0.0  # when it was written last
-        self.tag = 0  # its number on the channel that it was written to last
-        self.nacks = 0
-        self.once = False  # whether it ends at its first nack, or with a channel whose confirms are overdue
-        self.in_doubt = False  # an attempt ended without a confirm, so a further attempt may be a duplicate
-        #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
-        self.reply: BrokerReply | None = None
-        self.outcome: Outcome | None = None  # None until it is settled
-        self.owner = owner  # its publisher, for the calls of its user
-        self.callbacks: list[Callable[[], object]] | None = None  # called when it is settled
-        self.trace: PublicationTrace | None = None
-        self.result_observed = False  # whether its user has read the outcome, or will be notified
+    message: Message
+    exchange: str
+    routing_key: str
+    mandatory: bool
+    size: int  # bytes counted against the window
+    accepted_at: float  # in seconds of the monotonic clock
+    timeout: float | None  # seconds from acceptance to the deadline; None for the session's delivery timeout
+    owner: Any = None  # its publisher, for the calls of its user
+    state: PublicationState = field(default=PublicationState.READY, init=False)  # changed only as in `TRANSITIONS`
+    sends: int = field(default=0, init=False)  # times that it was written to a channel
+    sent_at: float = field(default=0.0, init=False)  # when it was written last
+    tag: int = field(default=0, init=False)  # its number on the channel that it was written to last
+    nacks: int = field(default=0, init=False)
+    once: bool = field(default=False, init=False)  # its first nack, or a channel with overdue confirms, ends it
+    in_doubt: bool = field(default=False, init=False)  # an attempt ended without a confirm, and may have arrived
+    #: The return or the channel error that concerns it, or the reason why it was blocked or stayed provisional.
+    reply: BrokerReply | None = field(default=None, init=False)
+    outcome: Outcome | None = field(default=None, init=False)  # None until it is settled
+    callbacks: list[Callable[[], object]] | None = field(default=None, init=False)  # called when it is settled
+    trace: PublicationTrace | None = field(default=None, init=False)
+    result_observed: bool = field(default=False, init=False)  # its user has read the outcome, or will be notified
 
     def receipt(self) -> Receipt:
         """Return the receipt of a confirmed publication.
