@@ -33,6 +33,8 @@ def delivery(raw: bytes, *, routing_key: str = "key") -> RawDelivery:
         ({"max_outstanding": 65_536}, "max_outstanding must be"),
         ({"retention": "7 days"}, "retention must be a number with a unit"),
         ({"retention": 7}, "retention must be a number with a unit"),
+        ({"retention": "32Y"}, "retention must be .* at most 31Y"),
+        ({"max_bytes": 2**63}, "max_bytes must be a whole number from 1 to 9223372036854775807"),
         ({"key": "header:"}, "key must be message_id, routing_key or header:NAME"),
         ({"key": 1}, "key must be message_id"),
         ({"missing_id": "refuse"}, "missing_id must be a MissingId"),

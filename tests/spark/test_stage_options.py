@@ -103,7 +103,7 @@ def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
         ({"stagePartitions": "-1"}, "stagePartitions must be a whole number"),
         ({"stagePartitions": "0"}, "stagePartitions must be a whole number from 1 to 1000"),
         ({"stageRetention": "7 days"}, "stageRetention must be a number with a unit of Y, M, D, h, m or s, such as 7D"),
-        ({"stageMaxBytes": "0"}, "stageMaxBytes must be a whole number of at least 1, not 0"),
+        ({"stageMaxBytes": "0"}, "stageMaxBytes must be a whole number from 1 to 9223372036854775807, not 0"),
         ({"stageMissingId": "maybe"}, "stageMissingId must be refuse or repeat"),
         ({"stageMessagesPerEntry": "65"}, "stageMessagesPerEntry must be a whole number from 1 to 64"),
         ({"stageKey": "body"}, "stageKey must be message_id"),

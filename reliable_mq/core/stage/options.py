@@ -33,6 +33,7 @@ __all__ = ["MissingId", "StageOptions", "shard"]
 
 _AGE: Final = re.compile(r"[1-9][0-9]{0,8}[YMDhms]")
 _SECONDS: Final = {"Y": 365 * 86_400, "M": 30 * 86_400, "D": 86_400, "h": 3600, "m": 60, "s": 1}
+_LONGEST_AGE: Final = 10**9  # seconds; a queue cannot be declared with a higher ``max_age``
 _LONGEST: Final = 240  # the maximum bytes of a name, so that names derived from it fit
 _MOST_PARTITIONS: Final = 1000
 _SEGMENTS: Final = 8  # segments of a stage with a limit of bytes, which are only dropped whole
@@ -114,17 +115,18 @@ class StageOptions:
             )
         for name, number, most in (
             ("partitions", self.partitions, _MOST_PARTITIONS),
-            ("max_bytes", self.max_bytes, None),
+            ("max_bytes", self.max_bytes, 2**63 - 1),
             ("messages_per_entry", self.messages_per_entry, MOST_MESSAGES),
             ("max_outstanding", self.max_outstanding, 65_535),
             ("max_outstanding_bytes", self.max_outstanding_bytes, None),
         ):
             if number is not None:
                 whole_number(self._called(name), number, 1, most)
-        if self.retention is not None and not (is_text(self.retention) and _AGE.fullmatch(self.retention)):
+        age = self.retention
+        if age is not None and not (is_text(age) and _AGE.fullmatch(age) and _seconds_of(age) <= _LONGEST_AGE):
             raise ConfigurationError(
-                f"{self._called('retention')} must be a number with a unit of Y, M, D, h, m or s, such as 7D, not "
-                f"{self.retention!r}"
+                f"{self._called('retention')} must be a number with a unit of Y, M, D, h, m or s, such as 7D, and at "
+                f"most 31Y, not {age!r}"
             )
         if self.key not in {"message_id", "routing_key"} and not (
             is_text(self.key) and self.key.startswith(_HEADER_KEY) and len(self.key) > len(_HEADER_KEY)
@@ -159,9 +161,7 @@ class StageOptions:
     @property
     def max_age(self) -> int | None:
         """The retention in seconds, None for no limit."""
-        if self.retention is None:
-            return None
-        return int(self.retention[:-1]) * _SECONDS[self.retention[-1]]
+        return None if self.retention is None else _seconds_of(self.retention)
 
     @property
     def kept_bytes(self) -> int | None:
@@ -241,3 +241,7 @@ def shard(key: bytes, partitions: int) -> int:
 
 def _segment(max_bytes: int) -> int:
     return min(max(max_bytes // _SEGMENTS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT)
+
+
+def _seconds_of(age: str) -> int:
+    return int(age[:-1]) * _SECONDS[age[-1]]
