@@ -17,18 +17,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.core.publisher.publication import Outcome
-from reliable_mq.engine.publisher_channel import CALLED, ObservedPublication
+from reliable_mq.core.publisher.publication import Outcome, Publication
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from reliable_mq.core.publisher.publication import Publication
     from reliable_mq.engine.channel import BaseChannel
     from reliable_mq.errors import PublishError
 
-__all__ = ["BaseConfirmation", "end_trace"]
+__all__ = ["CALLED", "BaseConfirmation", "end_trace"]
 
 logger = get_logger(__name__)
+
+CALLED: list[Callable[[], object]] = []
+"""Replaces the callbacks of a publish after they were called."""
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
 
@@ -39,7 +40,7 @@ def end_trace(publication: Publication, error: BaseException) -> None:
         publication.trace.failed(error)
 
 
-class BaseConfirmation(ObservedPublication):
+class BaseConfirmation(Publication):
     """A publication whose outcome its user can see. Each API adds the waiting."""
 
     __slots__ = ()

@@ -27,15 +27,16 @@ from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.health import OutboxSigns, PublisherSigns
 from reliable_mq.core.outbox import KeptPlaces
-from reliable_mq.core.publisher.publication import BrokerReply, Outcome, Publication
+from reliable_mq.core.publisher.publication import BrokerReply, Outcome
 from reliable_mq.core.statistics import PublisherStatus, TokenStatistics
 from reliable_mq.engine.channel import BaseChannel
+from reliable_mq.engine.confirmation import CALLED, BaseConfirmation
 from reliable_mq.engine.connection import Wakeup
 from reliable_mq.engine.health import LoopWatch
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
@@ -46,14 +47,11 @@ if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["CALLED", "CLOSE_GRACE", "BasePublisherChannel", "ObservedPublication", "unwatched_logger"]
+__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "unwatched_logger"]
 
 logger = get_logger(__name__)
 unwatched_logger = get_logger(f"{__name__}.unwatched")
 """Logs the number of failed publishes without a callback and without a caller that waits."""
-
-CALLED: list[Callable[[], object]] = []
-"""Replaces the callbacks of a publish after they were called."""
 
 CLOSE_GRACE = 2.0
 """Seconds for the closing handshake, beyond the caller's own timeout."""
@@ -66,17 +64,7 @@ _NO_CHANNEL = "its channel was lost, and the next one is not ready"  # on a conn
 _SMALL_HEADERS = 1024  # bytes that fit in a frame beside an id, as a frame holds at least 4096
 
 
-class ObservedPublication(Publication):
-    """A publish whose user may be notified of its outcome."""
-
-    __slots__ = ()
-
-    def settled(self) -> None:
-        """Call the callbacks after the outcome is written. The caller holds the lock."""
-        raise NotImplementedError
-
-
-P = TypeVar("P", bound=ObservedPublication)
+P = TypeVar("P", bound=BaseConfirmation)
 
 
 class BasePublisherChannel(BaseChannel[P]):
@@ -570,9 +558,9 @@ class BasePublisherChannel(BaseChannel[P]):
         self._settle()
 
 
-def _is_watched(publication: Publication) -> bool:
+def _is_watched(confirmation: BaseConfirmation) -> bool:
     """Whether a publish has callbacks other than its trace's."""
-    callbacks, trace = publication.callbacks, publication.trace
+    callbacks, trace = confirmation.callbacks, confirmation.trace
     return callbacks is not None and len(callbacks) != (trace is not None and trace.recording)
 
 
