@@ -27,12 +27,12 @@ from reliable_mq.aio.loop import AsyncWindowWaiters, OnLoop, resolve, time_limit
 from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
+from reliable_mq.engine.steps import awaiting
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.engine.publisher_options import PublisherOptions
-    from reliable_mq.errors import ReliableMQError
 
 __all__ = ["AsyncPublisherChannel"]
 
@@ -51,32 +51,10 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
         super().__init__(options, nullcontext())  # one loop: no lock
         self.loop = asyncio.get_running_loop()
         self._changed: list[asyncio.Future[None]] = []  # futures of tasks that wait for a change of state
-        self._flushing: list[tuple[float, asyncio.Future[None]]] = []  # and the moment before which all must be settled
         self._inbox: list[AsyncConfirmation] = []
         self._waiters = AsyncWindowWaiters(self.loop, self.window)
 
     # For callers
-
-    async def wait_connected(
-        self, limit: float, attempts: int = 1, *, at_most: float = float("inf")
-    ) -> ReliableMQError | None:
-        """Wait for the attempts. Several tasks may wait."""
-        self.check_usable()
-        deadline = time.monotonic() + at_most
-        enough = self._attempts_failed + attempts
-        left = limit
-        while left > 0:
-            try:
-                async with time_limit(left):
-                    while not (self.connected or self._attempts_failed >= enough or self.fatal or self._closed):
-                        change = self.loop.create_future()
-                        self._changed.append(change)
-                        await change
-            except TimeoutError:
-                left = min(self._io.patience, deadline - time.monotonic())
-            else:
-                break
-        return self._why_not_connected(limit)
 
     def take(self, confirmation: AsyncConfirmation) -> bool:
         """Accept a publish if it fits the window, and return whether it does.
@@ -122,18 +100,13 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
         seconds = self.timeout_of(confirmation)
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         record((confirmation,), PublicationEvent.WINDOW_FULL)
-        admit = partial(self._admit_waiting, confirmation, taken)
+        admit = partial(self._admit_late, confirmation, taken)
         admitted = await self._waiters.wait(confirmation.size, remaining, admit)
         if admitted:
             return
         if admitted is None or self._takes_none or self.session.blocked_reason:
             raise self._refusal(confirmation)
         raise self._window_timeout(confirmation, seconds)
-
-    async def flush(self, limit: float) -> bool:
-        """Wait until all earlier publishes are settled, and return whether they are."""
-        self.check_usable()
-        return await self._wait_settled_before(time.monotonic(), limit)
 
     async def close(self, limit: float) -> None:
         """Settle everything within ``limit`` seconds, give up the rest, and disconnect.
@@ -144,7 +117,7 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
         self._take_no_more()
         self._notify_change()
         self._waiters.refuse()
-        if not await self._wait_settled_before(float("inf"), limit):
+        if not await awaiting(self._wait_settled_before(float("inf"), limit)):
             self._end()
         await self._io.close(CLOSE_GRACE)
         self._wakeup.cancel()
@@ -179,7 +152,7 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
             self._woken = True
             self.loop.call_soon(self._io.guard, self._on_wake)
 
-    def _admit_waiting(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None) -> None:
+    def _admit_late(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None) -> None:
         record((confirmation,), PublicationEvent.ADMITTED)
         self._admit(confirmation)
         if taken is not None:
@@ -201,39 +174,28 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
         if self._takes_none:
             self._waiters.refuse()
 
-    def _notify_settled(self) -> None:
+    def _admit_waiting(self) -> None:
         if self._waiters:
             self._waiters.admit()
-        if self._flushing:
-            self._notify_flushing()
 
     def _end(self) -> None:
         self._waiters.refuse()
         super()._end()
 
-    def _notify_change(self) -> None:
-        changed, self._changed = self._changed, []
-        for future in changed:
-            resolve(future, None)
-
-    # Flushing
-
-    async def _wait_settled_before(self, moment: float, limit: float) -> bool:
-        if self._settled_before(moment):
-            return True
-        settled = self.loop.create_future()
-        entry = moment, settled
-        self._flushing.append(entry)
+    async def _wait_until(self, condition: Callable[[], bool], timeout: float) -> bool:
         try:
-            async with time_limit(limit):
-                await settled
+            async with time_limit(timeout):
+                while not condition():
+                    change = self.loop.create_future()
+                    self._changed.append(change)
+                    try:
+                        await change
+                    finally:
+                        self._changed.remove(change)
         except TimeoutError:
-            return self._settled_before(moment)  # after a stall, confirms are read in the turn of the timer
-        finally:
-            self._flushing.remove(entry)
+            return condition()  # after a stall, confirms are read in the turn of the timer
         return True
 
-    def _notify_flushing(self) -> None:
-        for moment, settled in self._flushing:
-            if self._settled_before(moment):
-                resolve(settled, None)
+    def _notify_change(self) -> None:
+        for change in self._changed:
+            resolve(change, None)

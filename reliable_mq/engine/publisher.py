@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from reliable_mq._util.validation import Duration
     from reliable_mq.core.outbox import OutboxRow
     from reliable_mq.engine.steps import Steps
-    from reliable_mq.errors import ReliableMQError
     from reliable_mq.metrics.registry import Reading
     from reliable_mq.outbox.protocol import Outbox
     from reliable_mq.tracing.publishing import SendTrace
@@ -376,10 +375,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         if self._channel is None:
             yield from self._open(FOR_EVER, required=True)
             return
-        settings = self._options.settings
-        error: ReliableMQError | None = yield self._channel.wait_connected(
-            settings.first_attempts_timeout, len(settings.endpoints)
-        )
+        error = yield from self._channel.wait_connected(FOR_EVER)
         if error is not None:
             raise error
 
@@ -415,15 +411,12 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         ``required`` and there is none.
         """
         self._check_process()
-        settings = self._options.settings
         with self._lock:
             self._check_open("; nothing was sent")
             channel = self._started_channel or self._start()
             self._openers += 1
         try:
-            error: ReliableMQError | None = yield channel.wait_connected(
-                min(settings.first_attempts_timeout, timeout), len(settings.endpoints), at_most=timeout
-            )
+            error = yield from channel.wait_connected(timeout)
         except BaseException:
             with self._lock:
                 self._openers -= 1
@@ -479,7 +472,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
                 cause = outbox_channel.relay.error or (None if broker is None else broker.obstacle)
                 raise TimeoutError(f"{left} messages are still in {self._outbox!r} after {limit:g} s") from cause
         elif (channel := self._channel) is not None:
-            flushed = yield channel.flush(limit)
+            flushed = yield from channel.flush(limit)
             if not flushed:
                 raise TimeoutError(f"{channel.outstanding} messages are still outstanding after {limit:g} s")
 

@@ -36,7 +36,7 @@ from reliable_mq.engine.health import LoopWatch
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.engine.publisher_options import PublisherOptions
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.tracing.publishing import SendTrace
 
@@ -96,14 +97,12 @@ class BasePublisherChannel(BaseChannel[P]):
         self.reconnects = 0
         self.connected = False
         self.largest_body = 0
+        self._options = options
         self._name = options.name
-        self._setup = options.setup
-        self._fits_frame = options.limits.fits_frame
         self._record = QueueRecord(options.settings.virtual_host, options.new_queue_grace)
-        self._raise_when_blocked = options.raise_when_blocked
-        self._raise_when_disconnected = options.raise_when_disconnected
         self._oldest: float | None = None  # when the oldest unsettled publish was submitted
         self._woken = False
+        self._flushing: dict[object, float] = {}  # by caller: the moment before which all must be settled
         self._unwatched_log = LogLimit(_LOG_FAILURES_EVERY)
         self._repeated_log = LogLimit(_LOG_FAILURES_EVERY)
         self._attempts_failed = 0
@@ -114,7 +113,6 @@ class BasePublisherChannel(BaseChannel[P]):
         self._watch = LoopWatch()
         self._changed_at = time.monotonic()  # when it was created, connected or lost
         self._settled_at = self._changed_at
-        self._heartbeat = options.settings.heartbeat
         # The seconds of earlier blocks, and the start of this one. Replaced at once, because any thread may read them.
         self._blocked: tuple[float, float | None] = 0.0, None
         self._tokens_before = TokenStatistics()
@@ -129,22 +127,6 @@ class BasePublisherChannel(BaseChannel[P]):
         )
 
     # For each API to implement
-
-    def wait_connected(self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")) -> Any:
-        """Wait until it is connected or ``attempts`` more have failed. A step.
-
-        A set-up in progress (for example of a large topology) extends the wait beyond ``timeout``, up to ``at_most``
-        seconds in total.
-
-        Returns:
-            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``).
-            Otherwise it keeps trying.
-        """
-        raise NotImplementedError
-
-    def flush(self, timeout: float) -> Any:
-        """Wait until earlier publishes are settled; return whether they are. A step."""
-        raise NotImplementedError
 
     def close(self, timeout: float) -> Any:
         """Settle everything within ``timeout`` seconds or give it up. Disconnect. A step.
@@ -162,12 +144,16 @@ class BasePublisherChannel(BaseChannel[P]):
         """Return the first publish that the session does not have. The lock is held."""
         raise NotImplementedError
 
-    def _notify_change(self) -> None:
-        """Wake callers that wait for the connection or the end. The lock is held."""
+    def _wait_until(self, condition: Callable[[], bool], timeout: float) -> Any:
+        """Wait for a condition; return whether it is met. The lock is held. A step."""
         raise NotImplementedError
 
-    def _notify_settled(self) -> None:
-        """Wake callers that wait for the window or in a flush. The lock is held."""
+    def _notify_change(self) -> None:
+        """Wake the callers of `_wait_until`. The lock is held."""
+        raise NotImplementedError
+
+    def _admit_waiting(self) -> None:
+        """Admit callers that wait for the window, as far as it has room. The lock is held."""
         raise NotImplementedError
 
     def _refuse_waiting(self) -> None:
@@ -179,6 +165,39 @@ class BasePublisherChannel(BaseChannel[P]):
     def start(self) -> None:
         """Start connecting. Does not wait."""
         self._io.start()
+
+    def wait_connected(self, timeout: float) -> Steps[ReliableMQError | None]:
+        """Wait until it is connected, or each host has had one more attempt.
+
+        A set-up in progress (for example of a large topology) extends the wait beyond the time for these attempts, up
+        to ``timeout`` seconds in total. Several callers may wait.
+
+        Returns:
+            The reason why it is not connected, or None. After a permanent error the channel has ended (``fatal``).
+            Otherwise it keeps trying.
+        """
+        self.check_usable()
+        settings = self._options.settings
+        deadline = time.monotonic() + timeout
+        with self._guard:
+            enough = self._attempts_failed + len(settings.endpoints)
+            limit = waited = min(settings.first_attempts_timeout, timeout)
+            over = False
+            while True:  # Python 3.12 releases no lock after an interruption at the condition of a loop
+                if over or limit <= 0:
+                    break
+                over = yield self._wait_until(
+                    lambda: self.connected or self._attempts_failed >= enough or self.fatal is not None or self._closed,
+                    limit,
+                )
+                limit = min(self._io.patience, deadline - time.monotonic())
+            return self._why_not_connected(waited)
+
+    def flush(self, timeout: float) -> Steps[bool]:
+        """Wait until all earlier publishes are settled, and return whether they are."""
+        self.check_usable()
+        with self._guard:
+            return (yield from self._wait_settled_before(time.monotonic(), timeout))
 
     def not_reported(self, confirmations: Iterable[P]) -> None:
         """Count failures of these confirmations as unseen, as no report will be made."""
@@ -193,7 +212,7 @@ class BasePublisherChannel(BaseChannel[P]):
         """Attach a trace to a publish that is not accepted yet."""
         message = confirmation.message
         plain = message.encoded_properties is None and len(trace.plain_head) < _SMALL_HEADERS  # the usual case; it fits
-        if not plain and not self._fits_frame(message, trace.header_bytes, self.session.frame_max):
+        if not plain and not self._options.limits.fits_frame(message, trace.header_bytes, self.session.frame_max):
             trace = trace.without_headers()
         confirmation.trace = trace
         if trace.recording:
@@ -292,7 +311,7 @@ class BasePublisherChannel(BaseChannel[P]):
             given_up="" if self.fatal is None else str(self.fatal),
             loop_over=self._io.over,
             unanswered_since=self._watch.check(now, self._io.call_soon),
-            patience=self._heartbeat,
+            patience=self._options.settings.heartbeat,
             work=self.outstanding,
             # A message that is just being taken has no time yet.
             worked_at=max(self._settled_at, self._oldest or now, self.session.trust.taken_at),
@@ -319,8 +338,8 @@ class BasePublisherChannel(BaseChannel[P]):
         self._takes_none = (
             self._closed
             or self.fatal is not None
-            or (self._raise_when_blocked and bool(session.blocked_reason))
-            or (self._raise_when_disconnected and session.disconnected_reason is not None)
+            or (self._options.raise_when_blocked and bool(session.blocked_reason))
+            or (self._options.raise_when_disconnected and session.disconnected_reason is not None)
         )
 
     def _refusal(self, confirmation: P) -> ReliableMQError:
@@ -330,7 +349,7 @@ class BasePublisherChannel(BaseChannel[P]):
             return UsageError("this publisher is closed; nothing was sent")
         message_id = confirmation.message.message_id
         blocked = self.session.blocked_reason
-        if self._raise_when_disconnected and not blocked:
+        if self._options.raise_when_disconnected and not blocked:
             reason = self.session.disconnected_reason or "it was lost a moment ago"
             text = f"{confirmation} was not sent: {_no_connection(reason)}"
             return PublishDisconnected(text, message_id=message_id, reason=reason)
@@ -349,6 +368,16 @@ class BasePublisherChannel(BaseChannel[P]):
             sent=False,
         )
 
+    def _wait_settled_before(self, moment: float, timeout: float) -> Steps[bool]:
+        """Wait until every publish before ``moment`` is settled. The lock is held."""
+        caller = object()
+        try:
+            self._flushing[caller] = moment
+            settled: bool = yield self._wait_until(lambda: self._settled_before(moment), timeout)
+        finally:
+            self._flushing.pop(caller, None)
+        return settled
+
     def _settled_before(self, moment: float) -> bool:
         return self._oldest is None or self._oldest > moment
 
@@ -356,7 +385,7 @@ class BasePublisherChannel(BaseChannel[P]):
 
     def _set_up(self, server: ServerInfo) -> SetupGenerator:
         """Return the steps that make a channel ready."""
-        return self._setup(server, self._record.listener_for(server))
+        return self._options.setup(server, self._record.listener_for(server))
 
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Start publishing on an open channel with its topology and confirms set up."""
@@ -416,8 +445,7 @@ class BasePublisherChannel(BaseChannel[P]):
     def unblocked(self) -> None:
         """Resume publishing after ``connection.unblocked``, or the end of the connection."""
         if self.connected:  # else the connection has ended, and its block may continue
-            # At the level of the message about blocking.
-            logger.warning("publisher %r: the broker accepts publishes again", self._name)
+            logger.warning("publisher %r: the broker accepts publishes again", self._name)  # at the level of `blocked`
         self._blocked = self.blocked_seconds, None
         self.session.unblocked(time.monotonic())
         with self._guard:
@@ -527,7 +555,9 @@ class BasePublisherChannel(BaseChannel[P]):
                 self._oldest = first.accepted_at
             if self._oldest is None and session.is_empty:
                 self.window.clear()
-            self._notify_settled()
+            self._admit_waiting()
+            if self._flushing and self._settled_before(min(self._flushing.values())):
+                self._notify_change()
         if unwatched is not None:
             self._log_unwatched(unwatched, unwatched_count)
 

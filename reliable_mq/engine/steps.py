@@ -4,7 +4,7 @@ Both APIs carry out the same work in the same order, and undo the same work afte
 waiting differs. So each waiting call is written as a generator, its *steps*. The generator yields the result of each
 API call that may wait, and is resumed with the outcome of that call::
 
-    error = yield channel.wait_connected(timeout)
+    error = yield channel.close(timeout)
 
 In the sync API the call has already blocked and returned its outcome, which is sent into the generator unchanged
 (`blocking`). In the asyncio API the call returns an awaitable, which is awaited first (`awaiting`).

@@ -38,6 +38,7 @@ from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
+from reliable_mq.engine.steps import blocking
 from reliable_mq.errors import PublishUnconfirmed, UsageError
 from reliable_mq.sync.confirmation import IS_BLOCKED, LATE, PATIENCE, CallbackOwner, Confirmation
 from reliable_mq.sync.io_thread import IOThread
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.window import PublishWindow
     from reliable_mq.engine.publisher_options import PublisherOptions
-    from reliable_mq.errors import ReliableMQError
+    from reliable_mq.engine.steps import Steps
 
 __all__ = ["PublisherChannel", "WindowWaiters"]
 
@@ -175,7 +176,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         self._waiters = WindowWaiters(self.lock, self.window, lambda: self._io.call_soon(self._check_waiters))
         self._waiting = self._waiters.waiting
         self._last_deadline = 0.0  # of the publishes with a timeout of their own
-        self._flushing: dict[object, float] = {}  # by caller: the moment before which all must be settled
         self._inbox: deque[Confirmation] = deque()
         self._accepting = 0  # publishes moving from the inbox to the session
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
@@ -190,22 +190,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         except BaseException:  # interrupted; the thread may have been started
             self._io.stop()
             raise
-
-    def wait_connected(
-        self, timeout: float, attempts: int = 1, *, at_most: float = float("inf")
-    ) -> ReliableMQError | None:
-        """Wait for the attempts. Several threads may wait."""
-        self.check_usable()
-        deadline = time.monotonic() + at_most
-        with self.lock:
-            enough = self._attempts_failed + attempts
-            limit = timeout
-            while limit > 0 and not self._wait_until(
-                lambda: self.connected or self._attempts_failed >= enough or self.fatal is not None or self._closed,
-                limit,
-            ):
-                limit = min(self._io.patience, deadline - time.monotonic())
-            return self._why_not_connected(timeout)
 
     def submit(self, confirmation: Confirmation) -> None:
         """Accept a publish. Wait for the window up to the publish's deadline.
@@ -241,20 +225,21 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             end_trace(confirmation, error)
             raise
 
-    def flush(self, timeout: float) -> bool:
+    def flush(self, timeout: float) -> Steps[bool]:
         """Wait until all earlier publishes are settled, and return whether they are.
 
         Raises:
             TimeoutError: If ``timeout`` is infinite, and they are not settled a moment after the last deadline.
         """
+        if timeout < float("inf"):
+            return (yield from super().flush(timeout))
         self.check_usable()
         with self.lock:
             moment = time.monotonic()
-            if timeout < float("inf"):
-                return self._wait_settled_before(moment, timeout)
             to_deadline = max(self._delivery_timeout, self._last_deadline - moment)
+            settled = yield from self._wait_settled_before(moment, to_deadline)
             # The moment begins after the wait, because the process may have been stopped until then.
-            if self._wait_settled_before(moment, to_deadline) or self._wait_settled_before(moment, LATE):
+            if settled or (yield from self._wait_settled_before(moment, LATE)):
                 return True
         raise TimeoutError(f"{self.outstanding} messages are not settled after their deadlines: {IS_BLOCKED}")
 
@@ -271,7 +256,7 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             self._take_no_more()
             self._changed.notify_all()
             self._waiters.wake()
-            settled = self._wait_settled_before(float("inf"), timeout)
+            settled = blocking(self._wait_settled_before(float("inf"), timeout))
         if not settled:
             self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
         self._io.stop(CLOSE_GRACE)
@@ -319,18 +304,15 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
 
     def _notify_change(self) -> None:
         self._changed.notify_all()
-        self._waiters.wake()
 
     def _refuse_waiting(self) -> None:
         if self._takes_none:
             self._waiters.wake()
 
-    def _notify_settled(self) -> None:
+    def _admit_waiting(self) -> None:
         self._crowded = self._callbacks.backlog > self.window.max_count
         if self._waiting and self.window.worth_waking(self.session.on_wire):
             self._admit_waiters()
-        if self._flushing and self._settled_before(min(self._flushing.values())):
-            self._changed.notify_all()
 
     def _check_waiters(self) -> None:
         with self.lock:
@@ -422,11 +404,3 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         if not join(PATIENCE):
             with self.lock:
                 self._wait_until(lambda: join(0), timeout)
-
-    def _wait_settled_before(self, moment: float, timeout: float) -> bool:
-        caller = object()
-        try:
-            self._flushing[caller] = moment
-            return self._wait_until(lambda: self._settled_before(moment), timeout)
-        finally:
-            self._flushing.pop(caller, None)
