@@ -173,13 +173,9 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
             raise
 
     def abort(self) -> None:
-        """End without waiting, however far the opening is."""
-        self._refuse_waiting()
-        self.relay.stop(0.0)
+        """End without waiting, and send no more rows."""
+        super().abort()
         self._relay_publisher.cancel()
-        self._writer.stop()
-        self._calls.close()
-        _ = self._calls.future(self._close_outbox_later)
 
     # On the writer's thread
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
-from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq._util.threads import DaemonExecutor, start_daemon
 from reliable_mq.core.health import OutboxSigns, StoreFailure
 from reliable_mq.core.publisher.publication import StoredPublication
 from reliable_mq.core.publisher.window import PublishWindow
@@ -131,6 +131,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         self._failure_log = LogLimit(_LOG_FAILURES_EVERY)
         self._left_logged = False  # whether a caller of ``close`` has logged the messages left
         self._calls = DaemonExecutor(f"{options.name}-outbox-call", MAX_HANGING)
+        self._closing = f"{options.name}-outbox-close"  # the name of a thread
         self._statistics = statistics = OutboxStatistics()
         self._writer: OutboxWriter[C] = OutboxWriter(
             outbox,
@@ -162,13 +163,6 @@ class BaseOutboxChannel(BaseChannel[C]):
         Raises:
             OutboxError: If the outbox cannot be opened, or does not answer within ``timeout`` seconds.
             UsageError: If the channel is closed, or in a forked child.
-        """
-        raise NotImplementedError
-
-    def abort(self) -> None:
-        """End without waiting, however far the opening is. Stored messages stay.
-
-        The outbox is closed when its threads have ended.
         """
         raise NotImplementedError
 
@@ -315,6 +309,17 @@ class BaseOutboxChannel(BaseChannel[C]):
             logger.error("failed to close %r: %s", self.outbox, error)  # noqa: TRY400
         finally:
             self._calls.close()
+
+    def abort(self) -> None:
+        """End without waiting, however far the opening is. Stored messages stay.
+
+        The outbox is closed when its threads have ended.
+        """
+        self._refuse_waiting()
+        self.relay.stop(0.0)
+        self._writer.stop()
+        self._calls.close()
+        start_daemon(self._closing, self._close_outbox_later)
 
     def _wait_relayed(self, deadline: float, worth_waiting: Callable[[], bool]) -> Steps[int]:
         """Wait until no row is left that was stored before; return how many are left.

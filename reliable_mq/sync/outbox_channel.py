@@ -107,7 +107,6 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
         self._callbacks = CallbackThread(f"{options.name}-callbacks")
         self._opening: _Opening | None = None
         self._open_name = f"{options.name}-outbox-open"
-        self._closing = f"{options.name}-outbox-close"
 
     # For callers
 
@@ -159,14 +158,6 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
         except BaseException as error:
             end_trace(confirmation, error)
             raise
-
-    def abort(self) -> None:
-        """End without waiting, however far the opening is."""
-        self._refuse_waiting()
-        self.relay.stop(0.0)
-        self._writer.stop()
-        self._calls.close()
-        start_daemon(self._closing, self._close_outbox_later)
 
     # On a separate thread
 
