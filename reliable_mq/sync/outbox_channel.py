@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -72,19 +73,13 @@ class StoredConfirmation(StoredPublication, Confirmation):
         return self._observe()
 
 
+@dataclass(slots=True)
 class _Opening:
-    """An attempt to open the outbox. The lock of the channel guards it.
+    """An attempt to open the outbox. The lock of the channel guards it."""
 
-    Attributes:
-        waiting: The number of threads that wait for it.
-        over: Whether the attempt has ended.
-        error: The error, if the attempt failed.
-    """
-
-    def __init__(self) -> None:
-        self.waiting = 0
-        self.over = False
-        self.error: BaseException | None = None
+    waiting: int = 0  # threads that wait for it
+    over: bool = False
+    error: BaseException | None = None
 
 
 class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredConfirmation]):

@@ -31,6 +31,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict, deque
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -139,18 +140,14 @@ def _first(waiting: Iterable[_Waiter], *, crowded: bool) -> _Waiter | None:
     return next((waiter for waiter in waiting if waiter.passes or not crowded), None)
 
 
+@dataclass(eq=False, slots=True)
 class _Waiter:
-    __slots__ = ("admitted", "changed", "deadline", "passes", "size", "take")
-
-    def __init__(
-        self, size: int, deadline: float, take: Callable[[], object], passes: bool, changed: Condition
-    ) -> None:
-        self.size = size
-        self.deadline = deadline
-        self.take = take
-        self.passes = passes
-        self.changed = changed
-        self.admitted = False
+    size: int
+    deadline: float
+    take: Callable[[], object]
+    passes: bool
+    changed: Condition
+    admitted: bool = False
 
 
 _ABORT_GRACE = 1.0  # seconds for an abort after the closing handshake
