@@ -463,7 +463,6 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
             yield subscription.republisher.close(END_TIMEOUT)
         with self._lock:
             if self._subscription in (None, subscription):  # otherwise a new one was started in the meantime
-                self._release()
                 self._finished()
 
     def _raise_error(self) -> None:
@@ -484,9 +483,8 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
 
     def _finished(self) -> None:
         """Note that nothing is left to wait for."""
+        self._release()
         if self._is_stopped:
-            if self._registration is not None:
-                self._registration.close()
             self._state = RunState.FINISHED
 
     def _readings(self) -> Iterator[Reading]:
