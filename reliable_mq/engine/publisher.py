@@ -256,7 +256,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         elif tracer is not None:
             trace = tracer.begin(message, exchange, key)
         try:
-            size = options.limits.check(message, exchange, key, channel.frame_max)
+            size = options.limits.check(message, exchange, key, channel.session.frame_max)
             confirmation: ConfirmationT = self._confirmation(
                 message, exchange, key, options.mandatory, size, accepted_at, limit, channel
             )
@@ -298,7 +298,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     ) -> Any:
         """Return the confirmation of a message that is to be stored."""
         options, broker = self._options, self._channel
-        frame_max = options.settings.frame_max if broker is None else broker.frame_max
+        frame_max = options.settings.frame_max if broker is None else broker.session.frame_max
         size = options.limits.check(message, exchange, key, frame_max)
         ordering_key = channel.outbox.ordering_key(message, exchange, key)
         confirmation = self._stored_confirmation(
@@ -332,7 +332,7 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
 
     def _new_relayed(self, channel: ChannelT, row: OutboxRow) -> ConfirmationT:
         """Return the confirmation of a row of the outbox, for the relay."""
-        size = self._options.limits.check(row.message, row.exchange, row.routing_key, channel.frame_max)
+        size = self._options.limits.check(row.message, row.exchange, row.routing_key, channel.session.frame_max)
         confirmation: ConfirmationT = self._confirmation(
             row.message, row.exchange, row.routing_key, row.mandatory, size, time.monotonic(), None, channel
         )

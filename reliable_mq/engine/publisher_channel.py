@@ -240,11 +240,6 @@ class BasePublisherChannel(BaseChannel[P]):
         return self.connected or self._attempts_failed > 0
 
     @property
-    def frame_max(self) -> int:
-        """The negotiated maximum size of a frame, in bytes."""
-        return self.session.frame_max
-
-    @property
     def blocked_seconds(self) -> float:
         """The total seconds for which the broker has blocked publishing."""
         before, since = self._blocked
