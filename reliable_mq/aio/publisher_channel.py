@@ -136,11 +136,6 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
         """The number of publishes submitted and not settled."""
         return len(self._inbox) + self.session.outstanding
 
-    @property
-    def stalled_seconds(self) -> float:
-        """The seconds for which the event loop has stalled (`AsyncConnection`)."""
-        return self._stalled_before + self._io.stalled_seconds
-
     # The work
 
     def _admit(self, confirmation: AsyncConfirmation) -> None:

@@ -87,11 +87,6 @@ class AsyncSubscription(BaseSubscription):
     _first_attempts_over: asyncio.Event
     _io: AsyncConnection
 
-    @property
-    def stalled_seconds(self) -> float:
-        """The seconds for which the event loop has stalled (`AsyncConnection`)."""
-        return self._io.stalled_seconds
-
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
         """Wait until the first attempts are over."""
         limit = timeout

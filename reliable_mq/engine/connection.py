@@ -82,6 +82,11 @@ class BaseConnection:
         raise NotImplementedError
 
     @property
+    def stalled_seconds(self) -> float | None:
+        """The seconds for which the event loop was blocked. None for an I/O thread."""
+        return None
+
+    @property
     def patience(self) -> float:
         """The seconds left for the broker's next answer in the current set-up."""
         return self._connector.patience if self._has_connector else 0.0

@@ -231,8 +231,9 @@ class BasePublisherChannel(BaseChannel[P]):
 
     @property
     def stalled_seconds(self) -> float | None:
-        """The seconds for which the event loop has stalled. None without one."""
-        return None
+        """The seconds for which the event loop has stalled (`BaseConnection`)."""
+        stalled = self._io.stalled_seconds
+        return None if stalled is None else self._stalled_before + stalled
 
     @property
     def tried(self) -> bool:

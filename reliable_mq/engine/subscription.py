@@ -268,8 +268,8 @@ class BaseSubscription(NullListener):
 
     @property
     def stalled_seconds(self) -> float | None:
-        """The seconds for which the event loop has stalled. None without one."""
-        return None
+        """The seconds for which the event loop has stalled (`BaseConnection`)."""
+        return self._io.stalled_seconds
 
     def stop_now(self) -> None:
         """Stop without waiting for running handlers."""
