@@ -57,7 +57,6 @@ class AsyncConnection(BaseConnection):
         return self._loop.stalled
 
     def start(self) -> None:
-        """Begin to connect."""
         self._watch = self._loop.asyncio.create_task(self._watch_loop(), name="reliable_mq connection")
         self._loop.call_soon(self._connector.begin)
 
@@ -72,18 +71,13 @@ class AsyncConnection(BaseConnection):
             self._loop.call_soon_here(fn)
 
     def call_and_wake(self, fn: Callable[[], None], /) -> None:
-        """Run `fn` like `call_soon`, and wake the loop for it even from a signal handler.
-
-        A signal handler runs on the loop's own thread, but may interrupt the loop's wait for events.
-        """
-        self._loop.call_soon(fn)
+        self._loop.call_soon(fn)  # a signal handler runs on the loop's thread, but may interrupt its wait for events
 
     def guard(self, fn: Callable[[], None]) -> None:
         """Run `fn` now. An exception in `fn` costs the connection."""
         self._loop.guard(fn)
 
     def stop(self, grace: float = 0.0, /) -> None:
-        """Begin to close: a handshake for up to `grace` seconds, then an abort."""
         self._stopped = True
         self._connector.close(grace)
 

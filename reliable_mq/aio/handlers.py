@@ -503,19 +503,15 @@ class ThreadPool:
         )
 
     def start(self) -> None:
-        """Start the threads."""
         self._workers.start()
 
     def put(self, work: Iterable[Work]) -> None:
-        """Queue deliveries or batches for handlers."""
         self._workers.put(work)
 
     def stop_starting(self) -> None:
-        """Start no more handlers. Thread-safe."""
         self._workers.stop_starting()
 
     def recall(self) -> list[Delivery]:
-        """Return the deliveries that no handler has started."""
         return self._workers.recall()
 
     async def stop(self, patience: float) -> bool:
@@ -536,7 +532,6 @@ class ThreadPool:
         """Do nothing, because a thread cannot be cancelled."""
 
     def abort(self) -> None:
-        """End the threads, each after its handler. Does not wait."""
         self._workers.abort()
 
     @property
@@ -546,5 +541,4 @@ class ThreadPool:
 
     @property
     def handler_seconds(self) -> Histogram:
-        """The time that handlers took, per call."""
         return self._workers.handler_seconds

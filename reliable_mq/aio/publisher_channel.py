@@ -133,7 +133,6 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
 
     @property
     def outstanding(self) -> int:
-        """The number of publishes submitted and not settled."""
         return len(self._inbox) + self.session.outstanding
 
     # The work

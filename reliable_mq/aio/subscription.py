@@ -49,13 +49,11 @@ class AsyncRepublisher(BaseRepublisher):
         self._task: asyncio.Task[None] | None = None
 
     def put(self, republish: RepublishRequest) -> None:
-        """Publish a message. Does not block."""
         self._waiting.append(republish)
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name=self._name)
 
     async def close(self, timeout: float) -> None:
-        """Close the publisher. Originals of publishes not confirmed in time stay unacked."""
         await awaiting(self._close_publisher(timeout))
         self.abort()
         if self._task is not None:
@@ -88,7 +86,6 @@ class AsyncSubscription(BaseSubscription):
     _io: AsyncConnection
 
     async def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Wait until the first attempts are over."""
         limit = timeout
         while limit > 0 and not self._first_attempts_over.is_set():
             with suppress(TimeoutError):
@@ -98,7 +95,6 @@ class AsyncSubscription(BaseSubscription):
         return self.why_not_connected(timeout)
 
     async def join(self) -> bool:
-        """Wait until the connection is closed."""
         return await self._io.close(CLOSE_GRACE)
 
     def _call_outside(self, call: Callable[[], object]) -> None:

@@ -111,7 +111,6 @@ class IOThread(BaseConnection):
         return not self._ended or not self._loop.withdraw(call)
 
     def stop(self, grace: float = 0.0, /) -> None:
-        """Begin to close: a handshake for up to `grace` seconds, then an abort."""
         with self._lock:
             if self._thread is None:
                 self._ended = True

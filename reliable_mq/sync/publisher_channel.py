@@ -181,7 +181,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
     # For callers, on any thread
 
     def start(self) -> None:
-        """Start connecting. Does not wait."""
         try:
             super().start()
         except BaseException:  # interrupted; the thread may have been started
@@ -277,7 +276,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
             )
 
     def check_closable(self) -> None:
-        """Raise UsageError if closing would make the caller wait for itself."""
         super().check_closable()
         self.check_may_wait()
 

@@ -49,14 +49,12 @@ class Republisher(BaseRepublisher):
         self._thread = CallbackThread(name)
 
     def put(self, republish: RepublishRequest) -> None:
-        """Publish a message. Does not block."""
         try:
             self._thread.put(lambda: blocking(self._publish(republish)))
         except RuntimeError as error:  # no thread can be started now; the session tries again later
             self._not_submitted(republish, error)
 
     def close(self, timeout: float) -> None:
-        """Close the publisher. Originals of publishes not confirmed in time stay unacked."""
         blocking(self._close_publisher(timeout))
         self._thread.stop()
         self._thread.join(timeout)
@@ -82,14 +80,12 @@ class Subscription(BaseSubscription):
         return self._io.over
 
     def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        """Block until the first attempts are over."""
         limit = timeout
         while limit > 0 and not self._first_attempts_over.wait(limit):
             limit = self._io.patience
         return self.why_not_connected(timeout)
 
     def join(self) -> bool:
-        """Block until the connection is closed."""
         self._outside.stop()
         closed = self._io.close(CLOSE_GRACE)
         return self._outside.join(CLOSE_GRACE) and closed
