@@ -478,29 +478,15 @@ def _raise(loop: asyncio.AbstractEventLoop, error: BaseException) -> None:
 
 
 class ThreadPool:
-    """A pool that runs plain handlers on the threads of a `WorkerPool`."""
+    """A pool that runs plain handlers on the threads of a `WorkerPool`.
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        count: int,
-        handler: Callable[[Any], object],
-        batch: bool,
-        store: Any,
-        claiming: ClaimPolicy | None,
-        sink: ResultSink,
-    ) -> None:
+    It has the same arguments, and ``store`` may be an `AsyncIdempotencyStore`.
+    """
+
+    def __init__(self, *, name: str, store: Any, **arguments: Any) -> None:
+        blocking = BlockingStore(store) if store is not None and awaits(store) else store
         self._name = name
-        self._workers = WorkerPool(
-            name=name,
-            count=count,
-            handler=handler,
-            batch=batch,
-            store=BlockingStore(store) if store is not None and awaits(store) else store,
-            claiming=claiming,
-            sink=sink,
-        )
+        self._workers = WorkerPool(name=name, store=blocking, **arguments)
 
     def start(self) -> None:
         self._workers.start()

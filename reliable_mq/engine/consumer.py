@@ -260,15 +260,6 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
         if self._options.handler is None:
             raise UsageError("run() needs a handler; without one, get() gives deliveries")
 
-    def _check_get(self, max_messages: int, timeout: Duration) -> float:
-        """Raise an error for a ``get`` that cannot work. Return its timeout in seconds."""
-        if self._options.handler is not None:
-            raise UsageError("get() is for consumers without a handler")
-        wait = seconds("timeout", timeout)
-        whole_number("max_messages", max_messages, 1)
-        self._check_process()
-        return wait
-
     # Starting
 
     def _start(self, *, enter: bool = False) -> SubscriptionT:
@@ -358,7 +349,11 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
 
     def _get(self, max_messages: int, timeout: Duration, taken: list[PulledDelivery]) -> Steps[None]:
         """Take deliveries into ``taken``. The caller settles them, however this ends."""
-        wait = self._check_get(max_messages, timeout)
+        if self._options.handler is not None:
+            raise UsageError("get() is for consumers without a handler")
+        wait = seconds("timeout", timeout)
+        whole_number("max_messages", max_messages, 1)
+        self._check_process()
         subscription: Any = self._subscription
         if subscription is None or subscription.ended.is_set() or not self._is_kept:
             subscription = yield from self._connect(required=False)

@@ -21,7 +21,6 @@ from reliable_mq.message import Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from contextlib import AbstractContextManager
 
     from reliable_mq.core.health import PublisherSigns
     from reliable_mq.core.retry.dead_letters import RepublishRequest
@@ -84,7 +83,8 @@ class BaseRepublisher:
     def _publish(self, republish: RepublishRequest) -> Steps[None]:
         try:
             message = Message.from_wire(republish.body, republish.properties)
-            with self._attempt(republish):
+            tracer = self.tracer
+            with nullcontext() if tracer is None else tracer.attempt(republish.delivery):
                 confirmation = yield self._publisher.submit(message, routing_key=republish.routing_key)
             confirmation.add_done_callback(partial(self._settled, republish))
         except Exception as error:  # noqa: BLE001  # reported
@@ -95,10 +95,6 @@ class BaseRepublisher:
             yield self._publisher.close(timeout)
         except PublishError:
             logger.exception("some dead letters were not confirmed; their originals stay in the queue")
-
-    def _attempt(self, republish: RepublishRequest) -> AbstractContextManager[object]:
-        """Return a context manager for the trace context of the last attempt."""
-        return nullcontext() if self.tracer is None else self.tracer.attempt(republish.delivery)
 
     def _settled(self, republish: RepublishRequest, confirmation: Any) -> None:
         self._report(republish, confirmation.exception())
