@@ -113,24 +113,23 @@ class WorkerPool:
         sink: ResultSink,
     ) -> None:
         self._waiting = _WaitingWork()
+        self._watching: list[threading.Thread] = []
         if store is None or claiming is None:
             new_worker: Callable[[], _Worker] = partial(_Worker, handler, batch, self._waiting, sink)
         else:
             new_worker = partial(
                 _ClaimingWorker, handler, batch, self._waiting, sink, store=store, claiming=claiming, share=1 / count
             )
+            self._watching.append(DaemonThread(f"{name}-watch", self._watch, claiming))
         self._name = name
         self._sink = sink
         self._store = store
-        self._claiming = None if store is None else claiming
+        self._claiming = claiming
         self._workers = [new_worker() for _ in range(count)]
         self._threads = [self._new_thread(number) for number in range(count)]
         self._working = set(range(count))  # numbers of workers that have not ended
         self._over = InterruptibleEvent()  # all workers have ended
-        self._watching: list[threading.Thread] = []
         self._retrying: threading.Thread | None = None
-        if self._claiming is not None:
-            self._watching.append(DaemonThread(f"{name}-watch", self._watch))
 
     def start(self) -> None:
         """Start the threads."""
@@ -166,7 +165,8 @@ class WorkerPool:
 
     def retry_settlements(self, timeout: float, worth_waiting: Callable[[], bool]) -> int:
         """Retry settlements after `stop`. Return the number still without an answer."""
-        if not self._claiming or not self._claiming.retries:
+        claiming = self._claiming
+        if claiming is None or not claiming.retries:
             return 0
         deadline = time.monotonic() + timeout
         over = InterruptibleEvent()
@@ -177,19 +177,17 @@ class WorkerPool:
             return left <= seconds or not worth_waiting()
 
         try:
-            thread = start_daemon(f"{self._name}-settlements", self._retry_settlements, over.wait)
+            thread = start_daemon(f"{self._name}-settlements", self._retry_settlements, claiming, over.wait)
         except RuntimeError:  # an interpreter that exits refuses the thread
-            self._retry_settlements(rest)
-            return len(self._claiming.retries)
+            self._retry_settlements(claiming, rest)
+            return len(claiming.retries)
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0 and worth_waiting():
             thread.join(min(left, CHECK_INTERVAL))
         over.set()
-        return len(self._claiming.retries)
+        return len(claiming.retries)
 
-    def _retry_settlements(self, rest: Callable[[float], bool]) -> None:
-        if self._claiming is None:
-            raise RuntimeError("there is no store")
-        blocking(retrying_settlements(self._claiming, self._ask, rest))
+    def _retry_settlements(self, claiming: ClaimPolicy, rest: Callable[[float], bool]) -> None:
+        blocking(retrying_settlements(claiming, self._ask, rest))
 
     def _ask(self, step: Step) -> Any:
         return store_call(self._store, step)()
@@ -242,10 +240,10 @@ class WorkerPool:
             exc_info=error,
         )
 
-    def _watch(self) -> None:
+    def _watch(self, claiming: ClaimPolicy) -> None:
         """Take over from groups of which one handler runs long, and retry settlements."""
-        checks: list[Callable[[], None]] = [self._retry_unanswered]
-        checks += [partial(self._settle_overdue, worker) for worker in self._workers]
+        checks = [partial(self._retry_unanswered, claiming)]
+        checks += [partial(self._settle_overdue, claiming, worker) for worker in self._workers]
         while not self._over.wait(claim_groups.PATIENCE):
             for check in checks:
                 try:
@@ -253,18 +251,17 @@ class WorkerPool:
                 except BaseException:  # not the handler's, as for the workers
                     logger.exception("failed to settle the results of a group of consumer %r", self._name)
 
-    def _retry_unanswered(self) -> None:
+    def _retry_unanswered(self, claiming: ClaimPolicy) -> None:
         """Retry settlements on another thread, so that they delay no take-over."""
-        if self._claiming and self._claiming.retries and not (self._retrying and self._retrying.is_alive()):
+        if claiming.retries and not (self._retrying and self._retrying.is_alive()):
+            name = f"{self._name}-settlements"
             with suppress(RuntimeError):  # no thread can be started now
-                self._retrying = start_daemon(f"{self._name}-settlements", self._retry_settlements, self._over.wait)
+                self._retrying = start_daemon(name, self._retry_settlements, claiming, self._over.wait)
 
-    def _settle_overdue(self, worker: _Worker) -> None:
-        if self._claiming is None:
-            raise RuntimeError("there is no store")
+    def _settle_overdue(self, claiming: ClaimPolicy, worker: _Worker) -> None:
         group = worker.overdue()
         if group is not None and (rest := group.take_over()).deliveries:
-            blocking(settling_group_rest(self._claiming, group, rest, self._ask, self._waiting, self._sink))
+            blocking(settling_group_rest(claiming, group, rest, self._ask, self._waiting, self._sink))
 
 
 class _WaitingWork:
