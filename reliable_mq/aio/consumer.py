@@ -282,7 +282,7 @@ class AsyncConsumer(BaseConsumer[AsyncSubscription, TaskPool | ThreadPool]):
         subscription.stop()
         for pool in self._pools:
             pool.cancel()
-        late = subscription.call_later(_CANCEL_TIMEOUT, subscription.stop_now)
+        late = asyncio.get_running_loop().call_later(_CANCEL_TIMEOUT, subscription.stop_now)
         try:
             await awaiting(self._finish(subscription, self._pools))
         except asyncio.CancelledError:  # cancelled again

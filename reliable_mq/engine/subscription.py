@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from reliable_mq.codec import RawDelivery
-    from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.consumer.dispatch import Work
     from reliable_mq.core.consumer.handler import ClaimPolicy, Result
@@ -129,7 +128,6 @@ class BaseSubscription(NullListener):
         self.hurried = False
         self.ended = self._event_type()
         self._options = options
-        self._virtual_host = settings.virtual_host
         self._record = QueueRecord(settings.virtual_host, options.new_queue_grace)
         self._queue_listener: QueueRecord | None = None  # `_record` while new queues are recorded; else None
         self._in_quarantine = False  # whether quarantine is subscribed
@@ -251,10 +249,6 @@ class BaseSubscription(NullListener):
         """Subscribe again with the new prefetch of the options. Does not wait."""
         self._io.call_soon(self._change_prefetch)
 
-    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run ``fn`` on the loop in ``delay`` seconds. To be called on the loop."""
-        return self._io.call_later(delay, fn)
-
     def stop(self) -> None:
         """Begin to stop, and dispatch nothing more. Does not wait for running handlers.
 
@@ -284,7 +278,7 @@ class BaseSubscription(NullListener):
         if self._record.ready(server):
             self.reconnects += 1
             self._known_refused.clear()
-        self.session.opened(generation, channel, namespace_of(server.cluster_name, self._virtual_host))
+        self.session.opened(generation, channel, namespace_of(server.cluster_name, self._options.settings.virtual_host))
         self._known_refused += self._refused
         self._refused.clear()
         for queue, error in self._known_refused:
