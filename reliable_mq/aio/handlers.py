@@ -78,14 +78,7 @@ class TaskPool:
     A task runs one handler after the other, until a handler leaves context variables behind. Then another task
     continues, so that no handler sees the variables of an earlier delivery.
 
-    Args:
-        name: The name of the tasks.
-        count: The maximum number of tasks.
-        handler: The user's handler, a coroutine function.
-        batch: Whether the handler takes a list of deliveries.
-        store: The store to claim in, used with ``claiming``. None makes no claims.
-        claiming: The policy for claiming deliveries.
-        sink: The sink for results.
+    The arguments are those of `WorkerPool`, for tasks in place of threads and a coroutine function as the handler.
 
     Attributes:
         items: The work that no task has started.

@@ -3,13 +3,12 @@
 A caller admits its publish to the window and puts it into the inbox. One turn of the loop serves all publishes that
 arrived in the meantime, so a publish needs no separate task, lock or write.
 
-Invariants:
+Invariants, in addition to `reliable_mq.engine.publisher_channel`:
 
 - Everything runs on one event loop, and the channel awaits only on behalf of callers.
-- Every confirmation that ``submit`` returned is settled by the broker, by its deadline, or at the end of the channel. A
-  cancelled await does not affect an admitted publish.
 - Tasks that wait for the window are admitted in the order of their arrival, by the channel itself
-  (`AsyncWindowWaiters`). A task that is cancelled before that has not been admitted.
+  (`AsyncWindowWaiters`). A task that is cancelled before that has not been admitted. After that, a cancelled await does
+  not affect its publish.
 - Every wait of a task ends: with its condition, at its deadline, or at the end of the channel.
 """
 

@@ -1,11 +1,6 @@
 """The consumer's connection in the asyncio API, on the event loop.
 
-Dead letters and retries are published on a separate connection, because the broker blocks publishing connections under
-an alarm and the consumer's connection must keep acking.
-
-Invariants: the outcome of each publish is reported exactly once, unless the loop ends first. Nothing blocks the caller
-of `AsyncRepublisher.put`. The connection is opened with the first publish. A task exists only while messages wait to be
-published.
+Dead letters and retries are published by a task, which exists only while messages wait to be published.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ created when it is first needed. A channel is *started* from the moment when it 
 must be ended. It is *open* once callers may use it.
 
 In the sync API a signal handler may interrupt any step, and use or close the same publisher. So each channel is stored
-before it runs, and the lock is held only briefly.
+before it runs, the lock is held only briefly, and a call that an exception ends leaves nothing open.
 
 Invariants: nothing is published or stored after a publisher has left `PublisherState.OPEN`. A failure that no user has
 seen is raised once.

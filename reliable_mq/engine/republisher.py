@@ -1,9 +1,10 @@
 """The confirmed publishing of dead letters and retries for a consumer.
 
-The publisher has its own connection, because the broker blocks publishing connections under an alarm. Each API adds the
-calls.
+The publisher has its own connection, because the broker blocks publishing connections under an alarm and the consumer's
+connection must keep acking. It is opened with the first publish. Each API adds the calls.
 
-Invariant: the outcome of each publish is reported exactly once.
+Invariants: the outcome of each publish is reported exactly once, unless asyncio's loop ends first. Nothing blocks the
+caller of `put`.
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 It checks arguments before anything is sent, passes each publish to its
 :class:`~reliable_mq.sync.publisher_channel.PublisherChannel`, and returns outcomes as receipts and errors. The delivery
 guarantees are implemented in :mod:`reliable_mq.core.publisher.session`.
-
-A signal handler may interrupt any call here, and use or close the same publisher. So each channel is stored before it
-runs, and a call that an exception ends leaves nothing behind that would stay open.
 """
 
 from __future__ import annotations

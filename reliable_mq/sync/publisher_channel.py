@@ -2,13 +2,12 @@
 
 Callers admit a publish to the window and put it into the inbox, under one lock. The I/O thread takes whole inboxes.
 
-Invariants:
+Invariants, in addition to `reliable_mq.engine.publisher_channel`:
 
 - The session is used by the I/O thread only. The inbox, the window and the callbacks of confirmations are used only
   under the lock.
 - No user code runs on the I/O thread but log handlers, ``reconnect_wait`` and ``reconnect_stop``. Nothing else blocks
   on it, and it never waits for itself.
-- Every confirmation that ``submit`` returned is settled by the broker, by its deadline, or at the end of the channel.
 - Every wait of a caller ends: with its condition, at its deadline, or at the end of the channel.
 - Callers that wait for the window are admitted in the order of their arrival, by the I/O thread (`WindowWaiters`). A
   callback overtakes the callers that wait for callbacks.

@@ -1,11 +1,7 @@
 """The consumer's connection in the sync API, on an I/O thread.
 
-Callers on other threads wait for it. Dead letters and retries are published on a separate connection, because the
-broker blocks publishing connections under an alarm and the consumer's connection must keep acking. They are published
-on a separate thread, because opening that connection and a full window block.
-
-Invariants: the outcome of each publish is reported exactly once. Nothing blocks the caller of `Republisher.put`. The
-connection is opened with the first publish.
+Callers on other threads wait for it. Dead letters and retries are published on a separate thread, because opening their
+connection and a full window block.
 """
 
 from __future__ import annotations
