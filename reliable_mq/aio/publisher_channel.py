@@ -114,8 +114,6 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
         """
         self.check_usable()
         self._take_no_more()
-        self._notify_change()
-        self._waiters.refuse()
         if not await awaiting(self._wait_settled_before(float("inf"), limit)):
             self._end()
         await self._io.close(CLOSE_GRACE)
@@ -170,10 +168,6 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
     def _admit_waiting(self) -> None:
         if self._waiters:
             self._waiters.admit()
-
-    def _end(self) -> None:
-        self._waiters.refuse()
-        super()._end()
 
     async def _wait_until(self, condition: Callable[[], bool], timeout: float) -> bool:
         try:

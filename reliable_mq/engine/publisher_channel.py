@@ -325,8 +325,10 @@ class BasePublisherChannel(BaseChannel[P]):
         return copy.copy(error)  # each copy is raised once, as raising adds frames to the traceback
 
     def _take_no_more(self) -> None:
-        """Refuse publishes from now on. The lock is held."""
+        """Refuse publishes from now on, and wake all callers that wait. The lock is held."""
         self._closed = self._takes_none = True
+        self._notify_change()
+        self._refuse_waiting()
 
     def _state_changed(self) -> None:
         """Update whether a new publish gets a `_refusal`. The lock is held."""

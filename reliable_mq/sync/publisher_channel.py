@@ -249,8 +249,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         deadline = time.monotonic() + timeout
         with self.lock:
             self._take_no_more()
-            self._changed.notify_all()
-            self._waiters.wake()
             settled = blocking(self._wait_settled_before(float("inf"), timeout))
         if not settled:
             self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
