@@ -28,7 +28,6 @@ from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.loop import AsyncWindowWaiters, OnLoop, resolve, time_limit
 from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
-from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
@@ -145,12 +144,8 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
         Raises:
             UsageError: If the channel is closed, used on another loop, or in a forked child.
         """
-        try:
-            self.check_usable()
-            self._check_open()
-        except BaseException as error:
-            end_trace(confirmation, error)
-            raise
+        self.check_usable()
+        self._check_open()
         if self._waiters or not self._window.fits(confirmation.size):
             return False
         self._store(confirmation)
@@ -164,13 +159,9 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
             UsageError: If the channel was closed in the meantime.
         """
         remaining = confirmation.accepted_at + self.timeout_of(confirmation) - time.monotonic()
-        try:
-            if not await self._waiters.wait(confirmation.size, remaining, partial(self._store, confirmation)):
-                self._check_open()
-                self._refuse_late(confirmation)
-        except BaseException as error:
-            end_trace(confirmation, error)
-            raise
+        if not await self._waiters.wait(confirmation.size, remaining, partial(self._store, confirmation)):
+            self._check_open()
+            self._refuse_late(confirmation)
 
     def abort(self) -> None:
         """End without waiting, and send no more rows."""

@@ -253,9 +253,8 @@ class AsyncPublisher(
         try:
             if not owner.take(confirmation):
                 await owner.wait_for_window(confirmation)
-        except BaseException:
-            if reported:
-                self._not_reported((confirmation,))
+        except BaseException as error:
+            self._not_accepted(confirmation, error)
             raise
         return confirmation
 
@@ -276,8 +275,11 @@ class AsyncPublisher(
                 taken()
             else:
                 await channel.wait_for_window(confirmation, taken)
-        except ConfigurationError as error:  # the channel has just ended
-            raise not_configured(error) from error
+        except BaseException as error:
+            self._not_accepted(confirmation, error)
+            if isinstance(error, ConfigurationError):  # the channel has just ended
+                raise not_configured(error) from error
+            raise
 
     def _outbox_channel_to_start(self, outbox: Outbox) -> AsyncOutboxChannel:
         started = self._started_outbox_channel

@@ -24,7 +24,6 @@ from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.connection import AsyncConnection
 from reliable_mq.aio.loop import AsyncWindowWaiters, OnLoop, resolve, time_limit
 from reliable_mq.core.publisher.trace import PublicationEvent, record
-from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.engine.steps import awaiting
 
@@ -63,14 +62,10 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
                 to raise.
             UsageError: If the channel is closed, used on another loop, or in a forked child.
         """
-        try:
-            if self.forked or (asyncio.get_running_loop() is not self.loop and not self._closed):
-                self.check_usable()
-            if self._takes_none:
-                self._refuse(confirmation)
-        except BaseException as error:
-            end_trace(confirmation, error)
-            raise
+        if self.forked or (asyncio.get_running_loop() is not self.loop and not self._closed):
+            self.check_usable()
+        if self._takes_none:
+            self._refuse(confirmation)
         if self._waiters or not self.window.fits(confirmation.size):
             return False
         self._admit(confirmation)
@@ -89,13 +84,6 @@ class AsyncPublisherChannel(OnLoop[AsyncConfirmation], BasePublisherChannel[Asyn
             PublishDisconnected: If the connection was lost in the meantime, and the options say to raise.
             UsageError: If the channel was closed in the meantime.
         """
-        try:
-            await self._wait_for_window(confirmation, taken)
-        except BaseException as error:
-            end_trace(confirmation, error)
-            raise
-
-    async def _wait_for_window(self, confirmation: AsyncConfirmation, taken: Callable[[], object] | None) -> None:
         seconds = self.timeout_of(confirmation)
         remaining = confirmation.accepted_at + seconds - time.monotonic()
         record((confirmation,), PublicationEvent.WINDOW_FULL)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from reliable_mq.engine.channel import BaseChannel
     from reliable_mq.errors import PublishError
 
-__all__ = ["CALLED", "BaseConfirmation", "end_trace"]
+__all__ = ["CALLED", "BaseConfirmation"]
 
 logger = get_logger(__name__)
 
@@ -32,12 +32,6 @@ CALLED: list[Callable[[], object]] = []
 """Replaces the callbacks of a publish after they were called."""
 
 _SUCCESSES = (Outcome.CONFIRMED, Outcome.STORED)
-
-
-def end_trace(publication: Publication, error: BaseException) -> None:
-    """End the span of a publish that was not accepted."""
-    if publication.trace is not None:
-        publication.trace.failed(error)
 
 
 class BaseConfirmation(Publication):

@@ -361,6 +361,12 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
                 error.add_note(f"publish_many() was ended by a close, which did not raise this: {failures}")
             raise
 
+    def _not_accepted(self, confirmation: ConfirmationT, error: BaseException) -> None:
+        """End the span of a message whose submission raised."""
+        if confirmation.trace is not None:
+            confirmation.trace.failed(error)
+        self._not_reported((confirmation,))
+
     def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
         """Note that no caller receives the outcomes. The messages may still be published."""
         if self._channel is not None and self._outbox is None:

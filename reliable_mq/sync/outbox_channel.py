@@ -20,7 +20,6 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import CallbackThread, Condition, start_daemon
 from reliable_mq.core.outbox import KeptPlaces
 from reliable_mq.core.publisher.publication import StoredPublication
-from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.outbox_channel import (
     ANSWER_AT_LEAST,
     CLOSE_GRACE,
@@ -142,17 +141,13 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
             OutboxError: If the window had no room in time. The message was not stored.
             UsageError: If the channel is closed, or in a forked child.
         """
-        try:
-            self.check_usable()
-            with self.lock:
-                self._check_open()
-                if self._waiters.waiting or not self._window.fits(confirmation.size):
-                    self._wait_for_window(confirmation)
-                else:
-                    self._store(confirmation)
-        except BaseException as error:
-            end_trace(confirmation, error)
-            raise
+        self.check_usable()
+        with self.lock:
+            self._check_open()
+            if self._waiters.waiting or not self._window.fits(confirmation.size):
+                self._wait_for_window(confirmation)
+            else:
+                self._store(confirmation)
 
     # On a separate thread
 

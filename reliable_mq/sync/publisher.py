@@ -225,9 +225,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             confirmation = self._new_confirmation(channel, message, exchange, routing_key, timeout, reported)
         try:
             confirmation.owner.submit(confirmation)
-        except BaseException:
-            if reported:
-                self._not_reported((confirmation,))
+        except BaseException as error:
+            self._not_accepted(confirmation, error)
             raise
         return confirmation
 
@@ -240,8 +239,11 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
         confirmation.callbacks = confirmation.callbacks or []  # the relay checks the outcome itself
         try:
             channel.submit(confirmation)
-        except ConfigurationError as error:  # the channel has just ended
-            raise not_configured(error) from error
+        except BaseException as error:
+            self._not_accepted(confirmation, error)
+            if isinstance(error, ConfigurationError):  # the channel has just ended
+                raise not_configured(error) from error
+            raise
         return confirmation
 
     # Opening and closing

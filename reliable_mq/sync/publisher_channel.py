@@ -36,7 +36,6 @@ from typing import TYPE_CHECKING
 
 from reliable_mq._util.threads import CallbackThread, Condition
 from reliable_mq.core.publisher.trace import PublicationEvent, record
-from reliable_mq.engine.confirmation import end_trace
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.engine.steps import blocking
 from reliable_mq.errors import PublishUnconfirmed, UsageError
@@ -214,10 +213,9 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
                 wake, self._woken = not self._woken, True
             if wake:
                 self._io.call_soon(self._advance)
-        except BaseException as error:
+        except BaseException:
             if not self.forked:
                 self.nudge()  # its wake-up, or an earlier one, may have been interrupted
-            end_trace(confirmation, error)
             raise
 
     def flush(self, timeout: float) -> Steps[bool]:
