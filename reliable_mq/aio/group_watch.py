@@ -44,10 +44,6 @@ class GroupWatch:
 
     Args:
         name: The name of the tasks that settle.
-        claiming: The policy for claiming deliveries. None if none are claimed.
-        store: The store, if any.
-        waiting: The work to put deliveries back to.
-        sink: The sink for results.
         tasks: The unreported deliveries of each task of the pool.
         context: The context in which tasks begin.
 

@@ -73,12 +73,7 @@ class OnLoop(BaseChannel[P]):
 
 
 class AsyncWindowWaiters:
-    """Tasks of one event loop that wait for a window. Truthy while there are any.
-
-    Args:
-        loop: The event loop.
-        window: The window.
-    """
+    """Tasks of one event loop that wait for a window. Truthy while there are any."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, window: PublishWindow) -> None:
         self._loop = loop

@@ -129,13 +129,7 @@ def settling_group_rest(
 ) -> Steps[None]:
     """Settle and report the results of a group's rest, and put back its deliveries.
 
-    Args:
-        claiming: The policy by which the group was claimed.
-        group: The group.
-        rest: The results, and the deliveries that have not begun.
-        ask: A callable that carries out a step with the store.
-        waiting: The work to put deliveries back to.
-        sink: The sink for results.
+    ``ask`` carries out a step with the store.
     """
     try:
         results = yield from calling(settling_rest(claiming, group.claims, rest), ask)

@@ -126,9 +126,7 @@ class DeliveryCheck:
 
     Args:
         watch: The watch that decides. None to check nothing.
-        queue: The name of the queue.
-        session: The session of the consumer.
-        io: Its connection, which is discarded if ready messages are not delivered.
+        io: The connection, which is discarded if ready messages are not delivered.
     """
 
     def __init__(self, watch: DeliveryWatch | None, queue: str, session: ConsumerSession, io: BaseConnection) -> None:

@@ -350,7 +350,7 @@ class BaseOutboxChannel(BaseChannel[C]):
         self.relay.start(claims)
         self.begun = True
 
-    def _backlog(self, up_to: int | None = None) -> tuple[int, int]:
+    def _backlog(self, up_to: int | None) -> tuple[int, int]:
         """Return the backlog of the outbox. Close the outbox if this call reopened it."""
         try:
             return self.outbox.backlog(up_to)

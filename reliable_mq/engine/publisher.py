@@ -235,14 +235,8 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     ) -> ConfirmationT:
         """Check a message to submit on an open channel, and return its confirmation.
 
-        Args:
-            channel: The channel to submit it on.
-            message: The message to publish.
-            exchange: The exchange of the message.
-            key: The routing key of the message.
-            timeout: The timeout of the message, in seconds.
-            reported: Whether the caller receives the failure, so that closing does not raise it.
-            begun: When the message was accepted, and its trace, if that was before the channel was open.
+        ``reported`` means that the caller receives the failure, so that closing does not raise it. ``begun`` is when
+        the message was accepted, and its trace, if that was before the channel was open.
         """
         accepted_at = time.monotonic() if begun is None else begun[0]
         limit = None if timeout is None else seconds("timeout", timeout)

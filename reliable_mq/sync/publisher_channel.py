@@ -58,8 +58,6 @@ class WindowWaiters:
     """Callers on other threads that wait for a window. All methods need the lock.
 
     Args:
-        lock: The lock that guards the window.
-        window: The window.
         ask: A callable that makes the I/O thread call `admit` soon. It is called with the lock held.
 
     Attributes:
