@@ -80,14 +80,10 @@ class AsyncSubscription(BaseSubscription):
     _first_attempts_over: asyncio.Event
     _io: AsyncConnection
 
-    async def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        limit = timeout
-        while limit > 0 and not self._first_attempts_over.is_set():
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit):
-                    await self._first_attempts_over.wait()
-            limit = self._io.patience
-        return self.why_not_connected(timeout)
+    async def _wait_first_attempts(self, timeout: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await self._first_attempts_over.wait()
 
     async def join(self) -> bool:
         return await self._io.close(CLOSE_GRACE)

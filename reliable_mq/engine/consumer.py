@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.engine.pull import PulledDelivery
     from reliable_mq.engine.steps import Steps
-    from reliable_mq.errors import ReliableMQError
     from reliable_mq.metrics.registry import Reading
 
 __all__ = ["END_TIMEOUT", "BaseConsumer", "HandlerPool", "RunState"]
@@ -340,7 +339,7 @@ class BaseConsumer(OfOneProcess, Generic[SubscriptionT, PoolT]):
 
         Raises an error that further attempts cannot fix, or any error if ``required``.
         """
-        error: ReliableMQError | None = yield subscription.wait_connected(self._options.settings.first_attempts_timeout)
+        error = yield from subscription.wait_connected()
         if error is not None and error is subscription.error:
             raise error
         if error is not None and required:

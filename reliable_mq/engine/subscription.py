@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.engine.republisher import BaseRepublisher
+    from reliable_mq.engine.steps import Steps
     from reliable_mq.settings import Endpoint
     from reliable_mq.topology import Queue
     from reliable_mq.tracing.consuming import ConsumerTracer
@@ -163,11 +164,8 @@ class BaseSubscription(NullListener):
         """
         raise NotImplementedError
 
-    def wait_connected(self, timeout: float) -> Any:
-        """Wait for the first attempt on every host; return the error, or None. A step.
-
-        A set-up in progress (for example of a large topology) extends the wait beyond ``timeout``.
-        """
+    def _wait_first_attempts(self, timeout: float) -> Any:
+        """Wait until the first attempts are over, for up to ``timeout`` seconds. A step."""
         raise NotImplementedError
 
     def join(self) -> Any:
@@ -189,8 +187,15 @@ class BaseSubscription(NullListener):
         """Whether the consumer is subscribed."""
         return self.session.lifecycle.connected
 
-    def why_not_connected(self, waited: float) -> ReliableMQError | None:
-        """Return why it is not subscribed after ``waited`` seconds, or None if it is."""
+    def wait_connected(self) -> Steps[ReliableMQError | None]:
+        """Wait for the first attempt on every host; return why it is not subscribed.
+
+        Returns None if it is. A set-up in progress (for example of a large topology) extends the wait.
+        """
+        limit = waited = self._options.settings.first_attempts_timeout
+        while limit > 0 and not self._first_attempts_over.is_set():
+            yield self._wait_first_attempts(limit)
+            limit = self._io.patience
         if self.connected:
             return None
         return self.error or self._last_error or BrokerUnavailable(f"no answer within {waited:g} s")

@@ -75,11 +75,8 @@ class Subscription(BaseSubscription):
         """Whether the I/O thread has ended, so that nothing is acked any more."""
         return self._io.over
 
-    def wait_connected(self, timeout: float) -> ReliableMQError | None:
-        limit = timeout
-        while limit > 0 and not self._first_attempts_over.wait(limit):
-            limit = self._io.patience
-        return self.why_not_connected(timeout)
+    def _wait_first_attempts(self, timeout: float) -> None:
+        self._first_attempts_over.wait(timeout)
 
     def join(self) -> bool:
         self._outside.stop()
