@@ -19,7 +19,7 @@ Invariants:
 from __future__ import annotations
 
 from struct import Struct
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from reliable_mq.codec.tables import CodecError
 
@@ -126,7 +126,7 @@ class RawDelivery:
         return f"<RawDelivery {self.delivery_tag}: {len(self.body)} bytes>"
 
 
-class ChannelSink(Protocol):
+class ChannelSink:
     """The content events of a channel, called inside `InboundReader.feed`.
 
     A callback may attach, detach and reset.

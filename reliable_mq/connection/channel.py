@@ -20,7 +20,7 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from reliable_mq.codec import CodecError, InboundReader, methods
+from reliable_mq.codec import ChannelSink, CodecError, InboundReader, methods
 from reliable_mq.codec.methods import STREAM_OFFSET, Cancel, Consume, SetPrefetch
 from reliable_mq.core.channel_setup import Pipeline, StepRefused
 from reliable_mq.errors import BrokerUnavailable
@@ -28,7 +28,7 @@ from reliable_mq.errors import BrokerUnavailable
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from reliable_mq.codec import ChannelSink, RawDelivery
+    from reliable_mq.codec import RawDelivery
     from reliable_mq.codec.methods import MethodReply, Step
     from reliable_mq.connection.interfaces import ChannelEvents, EventLoop, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
@@ -458,7 +458,7 @@ class StepQueue:
             self._discard(f"the broker did not answer within {waited:g} s")
 
 
-class ReadyGate:
+class ReadyGate(ChannelSink):
     """A sink that holds content back until `open`, and then passes it on in order.
 
     Deliveries and a ``basic.cancel`` may follow ``basic.consume-ok`` in the same read, while later steps of the set-up

@@ -1,6 +1,6 @@
 """The interfaces between a driver, the connector, and a connection's owner.
 
-The owner implements `ConnectionListener`.
+The owner is a `ConnectionListener`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import ssl
     from collections.abc import Callable
 
-    from reliable_mq.codec import RawDelivery
     from reliable_mq.connection.channel import Channel
     from reliable_mq.core.channel_setup import ServerInfo
     from reliable_mq.core.reconnect import AddressOrder, ConnectionLoss
@@ -30,7 +29,6 @@ __all__ = [
     "EventLoop",
     "Link",
     "LinkEvents",
-    "NullListener",
     "OpenLink",
     "Output",
     "TimerHandle",
@@ -188,11 +186,12 @@ class TimerHandle(Protocol):
         """Cancel the call. Do nothing if it was made or cancelled before."""
 
 
-class ConnectionListener(ChannelSink, Protocol):
+class ConnectionListener(ChannelSink):
     """The owner of a connection, which receives its content and its events.
 
-    All methods are called on the loop, must not block, and are never called from inside a call of the owner to the
-    connection. An exception of a method is logged and counted, and the connection is discarded.
+    An owner overrides the methods that it needs. All methods are called on the loop, must not block, and are never
+    called from inside a call of the owner to the connection. An exception of a method is logged and counted, and the
+    connection is discarded.
 
     For each generation the order is ``ready``, any events of the channel, and then exactly one ``lost``, also after a
     close. ``failed`` and ``disconnected`` are only called between two generations.
@@ -239,44 +238,6 @@ class ConnectionListener(ChannelSink, Protocol):
 
         Not called after a ``write`` that the socket accepted at once.
         """
-
-
-class NullListener(ConnectionListener):
-    """A listener that ignores every event, as a base for owners that need a few."""
-
-    def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None: ...
-
-    def lost(self, generation: int, loss: ConnectionLoss) -> None: ...
-
-    def disconnected(self, reason: str) -> None: ...
-
-    def failed(self, error: ReliableMQError, will_retry: bool) -> None: ...
-
-    def blocked(self, reason: str) -> None: ...
-
-    def unblocked(self) -> None: ...
-
-    def cancelled(self, consumer_tag: str) -> None: ...
-
-    def read_finished(self) -> None: ...
-
-    def write_drained(self) -> None: ...
-
-    def acked(self, tag: int, multiple: bool) -> None: ...
-
-    def nacked(self, tag: int, multiple: bool) -> None: ...
-
-    def returned(
-        self, code: int, text: str, exchange: str, routing_key: str, properties: bytes, body: bytes
-    ) -> None: ...
-
-    def delivered(self, deliveries: list[RawDelivery]) -> None: ...
-
-    def got(self, delivery: RawDelivery, message_count: int) -> None: ...
-
-    def got_empty(self) -> None: ...
-
-    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None: ...
 
 
 def do_nothing(*_: bytes) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 from reliable_mq._util.logs import LogLimit, get_logger
 from reliable_mq.codec import CodecError, Properties
+from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.channel_setup import round_trip
 from reliable_mq.core.consumer.attempts import printable
@@ -68,7 +69,7 @@ _SMALL_HEADERS = 1024  # bytes that fit in a frame beside an id, as a frame hold
 P = TypeVar("P", bound=BaseConfirmation)
 
 
-class BasePublisherChannel(BaseChannel[P]):
+class BasePublisherChannel(BaseChannel[P], ConnectionListener):
     """The channel of one publisher, without the waiting of callers.
 
     Args:

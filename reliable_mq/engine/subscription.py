@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, cast
 
 from reliable_mq._util.logs import LogLimit, get_logger, given_up_logger
 from reliable_mq.codec.methods import Cancel, SetPrefetch
-from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.connection.new_queues import QueueRecord
 from reliable_mq.core.channel_setup import StepRefused, declare, explain, is_missing
 from reliable_mq.core.consumer.attempts import printable
@@ -89,7 +89,7 @@ class WorkQueue(Protocol):
         """Return the deliveries that no handler has started or will start."""
 
 
-class BaseSubscription(NullListener):
+class BaseSubscription(ConnectionListener):
     """The connection of a consumer and its session. Each API adds its own parts.
 
     Args:

@@ -25,7 +25,7 @@ from typing import Final, cast
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec import RawDelivery, encode_ack, encode_nack
 from reliable_mq.codec.methods import CheckQueue, QueueState
-from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepRefused, carry_out, is_missing
 from reliable_mq.core.consumer.acks import AckBatcher
 from reliable_mq.core.consumer.consumer_timeout import consumer_timeout_of
@@ -57,7 +57,7 @@ _COUNT_EVERY: Final = 1.0  # seconds between two counts of the backlog
 _SUBSCRIBE_AGAIN: Final = 0.5  # seconds after the broker has cancelled a consumer
 
 
-class QueueReader(NullListener):
+class QueueReader(ConnectionListener):
     """A reader that subscribes to queues, plans batches and acks them.
 
     The constructor does not connect.

@@ -37,7 +37,7 @@ from reliable_mq.codec.methods import (
     SetPrefetch,
     Step,
 )
-from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.core.channel_setup import (
     NO_STREAM,
     ServerInfo,
@@ -117,7 +117,7 @@ class _ChannelReads(enum.Enum):
     PAUSED = "nothing, while too many bytes are held, or the queue is counted without a subscription"
 
 
-class RelayClient(NullListener):
+class RelayClient(ConnectionListener):
     """A client that connects and moves messages. Callbacks run on the I/O thread.
 
     Attributes:

@@ -17,7 +17,7 @@ from tenacity.stop import stop_base
 from reliable_mq._util.threads import Condition
 from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
 from reliable_mq.connection.channel import Arrivals
-from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepGenerator, StepRefused, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError, UsageError
@@ -31,7 +31,7 @@ _COUNTS = 3  # times that a queue is counted before a count in doubt is believed
 _COUNT_AGAIN = 0.3  # seconds before a queue is counted again
 
 
-class AdminChannel(NullListener):
+class AdminChannel(ConnectionListener):
     """A channel for administrative steps. Entering the context manager connects.
 
     Only one thread at a time may use it.

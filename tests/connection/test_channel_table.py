@@ -12,7 +12,7 @@ import pytest
 from reliable_mq.codec import CodecError, InboundReader, methods
 from reliable_mq.codec.methods import ConfirmSelect
 from reliable_mq.connection.channel import Channel, ChannelTable
-from reliable_mq.connection.interfaces import NullListener
+from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.core.consumer.delivery import Delivery
 from tests.core.deliveries import properties
 
@@ -25,7 +25,7 @@ OPEN, OPEN_OK, CLOSE, CLOSE_OK = (20, 10), (20, 11), (20, 40), (20, 41)
 SELECT, SELECT_OK, DELIVER = (85, 10), (85, 11), (60, 60)
 
 
-class Owner(NullListener):
+class Owner(ConnectionListener):
     """The owner of one channel, which records its events."""
 
     largest_body = 1024

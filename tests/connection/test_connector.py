@@ -24,7 +24,7 @@ from reliable_mq.connection import connection as connection_module
 from reliable_mq.connection import token_renewer as renewer_module
 from reliable_mq.connection.channel import Channel, ChannelTable
 from reliable_mq.connection.connection import TRANSITIONS, ConnectionState, Connector
-from reliable_mq.connection.interfaces import TAKES_NOTHING, NullListener
+from reliable_mq.connection.interfaces import TAKES_NOTHING, ConnectionListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, publisher_setup, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -164,7 +164,7 @@ class Link:
         self.channels.receive(frame)
 
 
-class Owner(NullListener):
+class Owner(ConnectionListener):
     """The client, which checks its events against the connector's invariants."""
 
     largest_body = 1024
