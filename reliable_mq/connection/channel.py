@@ -49,7 +49,6 @@ class ChannelTable:
     """The channels of one connection, by number.
 
     Args:
-        write: A callable that sends whole frames.
         reader: The reader of the connection's input.
 
     Attributes:
@@ -57,17 +56,18 @@ class ChannelTable:
         read_throttle: The connection's throttle, which follows the consumers of its channels.
     """
 
-    def __init__(self, write: Callable[[bytes], None], reader: InboundReader) -> None:
+    def __init__(self, reader: InboundReader) -> None:
         self.channel_max = 0
         self.read_throttle = ReadThrottle()
-        self._write = write
         self._reader = reader
         self._channels: dict[int, Channel] = {}
         self._last_number = 0
         self._on_closed: Callable[[], None] | None = None
 
-    def open(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
-        """Send ``channel.open`` and return the channel.
+    def open(
+        self, generation: int, write: Callable[[bytes], None], sink: ChannelSink, events: ChannelEvents
+    ) -> Channel:
+        """Send ``channel.open`` by ``write``, which takes whole frames.
 
         Raises:
             BrokerUnavailable: If every channel that the connection may have is still being closed.
@@ -78,7 +78,7 @@ class ChannelTable:
             self._last_number = self._last_number % self.channel_max + 1
             if self._last_number not in self._channels:
                 break
-        channel = Channel(self._last_number, generation, self._write, self._reader, self.read_throttle, sink, events)
+        channel = Channel(self._last_number, generation, write, self._reader, self.read_throttle, sink, events)
         self._channels[channel.number] = channel
         return channel
 

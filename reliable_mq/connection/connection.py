@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reliable_mq.connection.channel import Channel
-    from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, Link, OpenLink, Output, TimerHandle
+    from reliable_mq.connection.interfaces import ConnectionListener, EventLoop, OpenLink, Output, TimerHandle
+    from reliable_mq.connection.link import BaseLink
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepGenerator
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.errors import ReliableMQError
@@ -147,8 +148,8 @@ class Connector:
         )
         self.tokens = self._renewer.statistics
         self.peer: Endpoint | None = None
-        self._link: Link | None = None
-        self._dying: set[Link] = set()  # aborted links whose sockets are not closed yet
+        self._link: BaseLink | None = None
+        self._dying: set[BaseLink] = set()  # aborted links whose sockets are not closed yet
         self._channel: Channel | None = None
         self._generation = 0
         self._live = False  # ``ready`` was reported, ``lost`` was not
@@ -302,12 +303,12 @@ class Connector:
         logger.debug("%s: connecting to %s", self._name, self._endpoint)
         self._link = self._open_link(self._endpoint, self._settings, result, self._name, self)
 
-    def link_opened(self, link: Link) -> None:
+    def link_opened(self, link: BaseLink) -> None:
         if link is self._link and self._state is ConnectionState.CONNECTING:
             self._renewer.connected(link)
             self._open_channel(link)
 
-    def link_secret_updated(self, link: Link) -> None:
+    def link_secret_updated(self, link: BaseLink) -> None:
         if link is self._link:
             self._renewer.accepted()
 
@@ -323,7 +324,7 @@ class Connector:
         usual = self._settings.connect_timeout
         return usual if self._set_up is None else self._set_up.time_to_answer(usual)
 
-    def _open_channel(self, link: Link) -> None:
+    def _open_channel(self, link: BaseLink) -> None:
         self._enter(ConnectionState.SETTING_UP)
         self._restart_timer()
         self._generation += 1
@@ -369,7 +370,7 @@ class Connector:
         elif self._link is not None and self._channel is not None:
             self._become_ready(self._link, self._channel)
 
-    def _become_ready(self, link: Link, channel: Channel) -> None:
+    def _become_ready(self, link: BaseLink, channel: Channel) -> None:
         self._cancel_timer()
         self._reconnect_policy.ready()
         self._live = True
@@ -432,9 +433,9 @@ class Connector:
 
     # -- losses and the end --------------------------------------------------------------------------------------------
 
-    def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
+    def link_closed(self, link: BaseLink, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         self._dying.discard(link)
-        link.report_reads(do_nothing)
+        link.on_read = do_nothing
         if link is self._link:
             self._link = self._channel = None
             token_refused = self._renewer.lost(loss)
@@ -520,12 +521,12 @@ class Connector:
 
     # -- other events of the link --------------------------------------------------------------------------------------
 
-    def link_blocked(self, link: Link, reason: str) -> None:
+    def link_blocked(self, link: BaseLink, reason: str) -> None:
         if link is self._link:
             self._blocked = reason or "no reason given"
             self._report_blocked()
 
-    def link_unblocked(self, link: Link) -> None:
+    def link_unblocked(self, link: BaseLink) -> None:
         if link is self._link and self._blocked is not None:
             self._unblock()
             self._runs.restart_timer()
@@ -548,7 +549,7 @@ class Connector:
         if channel is self._channel:
             self._notify(self._client.cancelled, consumer_tag)
 
-    def link_drained(self, link: Link) -> None:
+    def link_drained(self, link: BaseLink) -> None:
         if link is self._link and self._state is ConnectionState.READY:
             self._notify(self._client.write_drained)
 
@@ -560,11 +561,11 @@ class Connector:
         link, output = self._link, self._output
         if state is ConnectionState.READY and link is not None:
             output.write, output.write_buffer_size = link.write, link.write_buffer_size
-            link.report_reads(self._client.read_finished)
+            link.on_read = self._client.read_finished
         else:
             output.write, output.write_buffer_size = do_nothing, takes_nothing
             if link is not None:
-                link.report_reads(do_nothing)
+                link.on_read = do_nothing
 
     def _end_set_up(self) -> None:
         run, self._set_up = self._set_up, None

@@ -22,9 +22,21 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import Endpoint
 
-__all__ = ["as_ours", "broker_unavailable", "is_certificate_problem", "is_refusal", "system_problem", "unreachable"]
+__all__ = [
+    "Aborted",
+    "as_ours",
+    "broker_unavailable",
+    "is_certificate_problem",
+    "is_refusal",
+    "system_problem",
+    "unreachable",
+]
 
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
+
+
+class Aborted(Exception):
+    """We closed the socket."""
 
 
 class Unreachable(OSError):

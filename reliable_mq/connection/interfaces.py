@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.connection.channel import Channel
+    from reliable_mq.connection.link import BaseLink
     from reliable_mq.core.channel_setup import ServerInfo
     from reliable_mq.core.reconnect import AddressOrder, ConnectionLoss
     from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -27,7 +28,6 @@ __all__ = [
     "ConnectCredentials",
     "ConnectionListener",
     "EventLoop",
-    "Link",
     "LinkEvents",
     "OpenLink",
     "Output",
@@ -60,55 +60,6 @@ class EventLoop(Protocol):
         """Run `fn` on the loop in `delay` seconds."""
 
 
-class Link(Protocol):
-    """An attempt to connect, and the connection if it succeeds. On its loop only."""
-
-    endpoint: Endpoint
-
-    @property
-    def server(self) -> ServerInfo:
-        """The broker's server properties. Available once the link is open."""
-
-    @property
-    def frame_max(self) -> int:
-        """The negotiated maximum size of a frame, in bytes, once the link is open."""
-
-    @property
-    def peer(self) -> Endpoint | None:
-        """The address of the peer; None if it is unknown."""
-
-    @property
-    def bytes_received(self) -> int:
-        """The number of bytes read from the socket so far."""
-
-    @property
-    def write_buffer_size(self) -> Callable[[], int]:
-        """Return the number of bytes that the kernel has not accepted yet.
-
-        `TAKES_NOTHING` if ``write`` does nothing.
-        """
-
-    @property
-    def write(self) -> Callable[[bytes], None]:
-        """Send whole frames in one piece. Do nothing on a link that has ended."""
-
-    def report_reads(self, fn: Callable[[], None], /) -> None:
-        """Call `fn` after every read, once all its frames have been passed on."""
-
-    def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents, /) -> Channel:
-        """Open a channel, whose content goes to `sink` once it is released.
-
-        Raises:
-            BrokerUnavailable: If every channel that the connection may have is still being closed.
-        """
-
-    def close(self) -> None:
-        """Begin the closing handshake. Abort a link that is not open yet."""
-
-    def abort(self, reason: str, /) -> None:
-        """Close the socket without a handshake, in any state. No more data is read."""
-
-
 class Output(Protocol):
     """The functions through which the client of a connection writes.
 
@@ -132,7 +83,7 @@ class OpenLink(Protocol):
         name: str,
         events: LinkEvents,
         /,
-    ) -> Link:
+    ) -> BaseLink:
         """Begin an attempt to connect.
 
         Args:
@@ -147,22 +98,22 @@ class OpenLink(Protocol):
 class LinkEvents(Protocol):
     """The events of a link, called on the loop."""
 
-    def link_opened(self, link: Link) -> None:
+    def link_opened(self, link: BaseLink) -> None:
         """Process the end of the AMQP handshake."""
 
-    def link_closed(self, link: Link, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
+    def link_closed(self, link: BaseLink, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
         """Process the end of a link that failed to open, was lost, closed or aborted."""
 
-    def link_blocked(self, link: Link, reason: str) -> None:
+    def link_blocked(self, link: BaseLink, reason: str) -> None:
         """Process ``connection.blocked``."""
 
-    def link_unblocked(self, link: Link) -> None:
+    def link_unblocked(self, link: BaseLink) -> None:
         """Process ``connection.unblocked``."""
 
-    def link_secret_updated(self, link: Link) -> None:
+    def link_secret_updated(self, link: BaseLink) -> None:
         """Process ``connection.update-secret-ok``."""
 
-    def link_drained(self, link: Link) -> None:
+    def link_drained(self, link: BaseLink) -> None:
         """Process an empty write buffer, after a write that was not accepted at once."""
 
 

@@ -29,7 +29,8 @@ from reliable_mq.settings import Credentials
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.interfaces import EventLoop, Link, TimerHandle
+    from reliable_mq.connection.interfaces import EventLoop, TimerHandle
+    from reliable_mq.connection.link import BaseLink
     from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
     from reliable_mq.settings import ConnectionSettings
 
@@ -78,7 +79,7 @@ class TokenRenewer:
         self._is_blocked = is_blocked
         self._unneeded = unneeded
         self._renewal = TokenRenewal()
-        self._link: Link | None = None
+        self._link: BaseLink | None = None
         self._timer: TimerHandle | None = None
         self._read: tuple[float, float | None] = 0.0, None  # when the next connect's token was read, and its lifetime
 
@@ -86,7 +87,7 @@ class TokenRenewer:
         """Record the credentials of the attempt that begins."""
         self._read = time.monotonic(), None if credentials is None else credentials.lifetime
 
-    def connected(self, link: Link) -> None:
+    def connected(self, link: BaseLink) -> None:
         """Plan the first renewal, at the end of the handshake."""
         self._link = link
         self._renewal.connected(*self._read)
@@ -155,7 +156,7 @@ class TokenRenewer:
             self._calls.answered()
             self._plan()
 
-    def _on_read(self, link: Link | None, result: Credentials | Exception | None) -> None:
+    def _on_read(self, link: BaseLink | None, result: Credentials | Exception | None) -> None:
         self._calls.answered()
         if link is None or link is not self._link or not self._renewal.wants_token:
             self._unneeded()
@@ -186,11 +187,11 @@ class TokenRenewer:
         )
         self._plan()
 
-    def _await_answer(self, link: Link) -> None:
+    def _await_answer(self, link: BaseLink) -> None:
         arrivals = Arrivals(lambda: link.bytes_received)
         self._set_timer(self._settings.connect_timeout, partial(self._on_unanswered, link, arrivals))
 
-    def _on_unanswered(self, link: Link, arrivals: Arrivals) -> None:
+    def _on_unanswered(self, link: BaseLink, arrivals: Arrivals) -> None:
         if arrivals.seen or link.write_buffer_size() or self._is_blocked():
             self._await_answer(link)
         elif self._renewal.state is RenewalState.SENT:

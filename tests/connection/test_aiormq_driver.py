@@ -15,10 +15,10 @@ import aiormq.exceptions as aiormq_errors
 import pytest
 
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
-from reliable_mq.connection.aiormq_driver.errors import Aborted, MechanismNotOffered, link_error
+from reliable_mq.connection.aiormq_driver.errors import MechanismNotOffered, link_error
 from reliable_mq.connection.aiormq_driver.link import Link, LinkState, _Protocol
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
-from reliable_mq.connection.errors import unreachable
+from reliable_mq.connection.errors import Aborted, unreachable
 from reliable_mq.connection.interfaces import ConnectCredentials
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint

@@ -55,7 +55,7 @@ class Connection:
     def __init__(self) -> None:
         self.sent: list[tuple[int, tuple[int, int] | None]] = []
         self.reader = InboundReader(self._foreign, Delivery)
-        self.table = ChannelTable(self._write, self.reader)
+        self.table = ChannelTable(self.reader)
         self.table.channel_max = 3
 
     def _write(self, data: bytes) -> None:
@@ -65,7 +65,7 @@ class Connection:
         self.table.receive(frame)
 
     def open(self, generation: int, owner: Owner) -> Channel:
-        channel = self.table.open(generation, owner, owner)
+        channel = self.table.open(generation, self._write, owner, owner)
         self.answer(channel, OPEN_OK, bytes(4))
         channel.release_content()
         return channel
@@ -145,7 +145,7 @@ def test_a_late_close_ok_does_not_end_the_next_channel() -> None:
     first = connection.open(1, one)
     first.close()
     connection.answer(first, CLOSE, (406).to_bytes(2, "big") + b"\4text" + bytes(4))
-    second = connection.table.open(2, two, two)
+    second = connection.table.open(2, connection._write, two, two)
     assert second.number == first.number
     connection.answer(first, CLOSE_OK)
     connection.answer(second, OPEN_OK, bytes(4))

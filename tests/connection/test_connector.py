@@ -111,7 +111,7 @@ class Link:
         self.endpoint = endpoint
         self.events: Connector = arguments[-1]
         self.reader = InboundReader(self._on_frame)
-        self.channels = ChannelTable(self.write, self.reader)
+        self.channels = ChannelTable(self.reader)
         self.channels.channel_max = 3
         self.channel: Channel | None = None
         self.asked: list[tuple[int, tuple[int, int]]] = []  # methods that the broker has not answered
@@ -131,11 +131,8 @@ class Link:
     def write_buffer_size(self) -> int:
         return len(self.foreign)
 
-    def report_reads(self, fn: Callable[[], None]) -> None:
-        self.on_read = fn
-
     def open_channel(self, generation: int, sink: Any, events: Connector) -> Channel:
-        self.channel = self.channels.open(generation, sink, events)
+        self.channel = self.channels.open(generation, self.write, sink, events)
         return self.channel
 
     def close(self) -> None:

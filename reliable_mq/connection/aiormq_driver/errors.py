@@ -7,17 +7,13 @@ from typing import TYPE_CHECKING
 
 import aiormq.exceptions
 
-from reliable_mq.connection.errors import broker_unavailable, is_certificate_problem, system_problem
+from reliable_mq.connection.errors import Aborted, broker_unavailable, is_certificate_problem, system_problem
 
 if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
-__all__ = ["Aborted", "MechanismNotOffered", "link_error"]
-
-
-class Aborted(Exception):
-    """We closed the socket."""
+__all__ = ["MechanismNotOffered", "link_error"]
 
 
 class MechanismNotOffered(Exception):

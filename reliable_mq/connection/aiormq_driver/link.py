@@ -19,27 +19,21 @@ from typing import TYPE_CHECKING, Any
 import aiormq
 
 from reliable_mq._util.logs import demoted_driver_logs, get_logger
-from reliable_mq.codec import CodecError, InboundReader, methods
+from reliable_mq.codec import CodecError, methods
 from reliable_mq.codec.frames import FRAME_OVERHEAD
 from reliable_mq.connection.aiormq_driver.connection import Connection, Transports
-from reliable_mq.connection.aiormq_driver.errors import Aborted, link_error
-from reliable_mq.connection.channel import ChannelTable
-from reliable_mq.connection.errors import unreachable
+from reliable_mq.connection.aiormq_driver.errors import link_error
+from reliable_mq.connection.errors import Aborted, unreachable
 from reliable_mq.connection.interfaces import TAKES_NOTHING
+from reliable_mq.connection.link import BaseLink
 from reliable_mq.connection.lookups import find_addresses
-from reliable_mq.core.channel_setup import ServerInfo
-from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.core.reconnect import ConnectionLoss, time_for_address
+from reliable_mq.core.reconnect import time_for_address
 from reliable_mq.settings import Endpoint
 from reliable_mq.tls import server_hostname
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.aiormq_driver.loop import EventLoop
-    from reliable_mq.connection.channel import Channel
-    from reliable_mq.connection.interfaces import ChannelEvents, ConnectCredentials, LinkEvents, TimerHandle
+    from reliable_mq.connection.interfaces import ConnectCredentials, LinkEvents, TimerHandle
     from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["Link"]
@@ -53,7 +47,6 @@ _SHORTEST_GAP = 2e-4  # the shortest gap between two reads that is worth a timer
 _HEARTBEAT_EVERY = 1.0  # seconds between two heartbeats in place of content
 _CHECKS = 20  # checks of the clock per heartbeat
 _PROTOCOL_HEADER = b"AMQP"
-_NO_CHANNEL = b"\0\0"
 
 
 class LinkState(enum.Enum):
@@ -63,11 +56,13 @@ class LinkState(enum.Enum):
     OVER = "its end was reported"
 
 
-class Link:
+class Link(BaseLink):
     """An attempt to connect, and the connection if it succeeds. On its loop only.
 
     The arguments after ``loop`` are those of `OpenLink`.
     """
+
+    bytes_received = 0
 
     def __init__(
         self,
@@ -78,28 +73,18 @@ class Link:
         name: str,
         events: LinkEvents,
     ) -> None:
-        self.endpoint = endpoint
+        super().__init__(endpoint, events)
         self._loop = loop
         self._settings = settings
         self._context = secrets.context
-        self._events = events
-        self._on_read: Callable[[], None] | None = None
-        self._reader = InboundReader(self._on_foreign_frame, Delivery)
-        self._channels = ChannelTable(self.write, self._reader)
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
-        self.bytes_received = 0
         self._kept: deque[memoryview] = deque()  # whole frames that the transport is yet to take
         self._kept_bytes = 0
         self._state = LinkState.NEW
-        self._aborted: Aborted | None = None
-        self._closed_with: tuple[int, str] | None = None
-        self._closed_over = (0, 0)
         self._heartbeat_at = 0.0  # when aiormq last got a heartbeat in place of content
-        self._tune = methods.Tune(settings.channel_max, settings.frame_max, settings.heartbeat)
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
         self._watch: TimerHandle | None = None
-        self._server: ServerInfo | None = None
         with demoted_driver_logs(aiormq.__name__):  # also for every task that the connection starts
             self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
             self._task = loop.asyncio.create_task(self._run(), name=f"{name} {endpoint}")
@@ -107,31 +92,15 @@ class Link:
         self._task.add_done_callback(loop.tasks.discard)
 
     @property
-    def server(self) -> ServerInfo:
-        """The broker's server properties. Available once the link is open."""
-        if self._server is None:
-            self._server = ServerInfo.of(self._connection.server_properties or {})
-            self._connection.server_properties = {}
-        return self._server
-
-    @property
-    def frame_max(self) -> int:
-        """The negotiated maximum size of a frame, in bytes, once the link is open."""
-        return self._tune.frame_max
-
-    @property
     def peer(self) -> Endpoint | None:
-        """The address of the peer; None if it is unknown."""
         name = None if self._transport is None else self._transport.get_extra_info("peername")
         return None if name is None else Endpoint(name[0], name[1])
 
     def write_buffer_size(self) -> int:
-        """Return the number of bytes that the kernel has not accepted yet."""
         transport = self._open_transport
         return TAKES_NOTHING if transport is None else transport.get_write_buffer_size() + self._kept_bytes
 
     def write(self, data: bytes) -> None:
-        """Send whole frames in one piece. Do nothing on a link that has ended."""
         transport = self._open_transport
         if transport is None:
             return
@@ -162,27 +131,17 @@ class Link:
         is_open = self._state is LinkState.OPEN and transport is not None and not transport.is_closing()
         return transport if is_open else None
 
-    def report_reads(self, fn: Callable[[], None]) -> None:
-        """Call `fn` after every read, once all its frames have been passed on."""
-        self._on_read = fn
-
-    def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
-        """Open a channel, whose content goes to `sink` once it is released."""
-        return self._channels.open(generation, sink, events)
-
     def close(self) -> None:
-        """Close the channels, then the connection. Abort a link that is not open yet."""
         if self._state is LinkState.OPEN:
-            self._channels.close(self._end_now)
+            self.channels.close(self._end_now)
         else:
             self.abort("closed while it was opening")
 
     def abort(self, reason: str) -> None:
-        """Close the socket without a handshake, in any state. No more data is read."""
-        if self._state is LinkState.OVER or self._aborted is not None:
+        if self._state is LinkState.OVER or self.aborted is not None:
             return
-        self._aborted = Aborted(reason)
-        self._reader.reset()
+        self.aborted = Aborted(reason)
+        self.reader.reset()
         if self._transport is not None:
             self._transport.abort()
         elif self._state is not LinkState.NEW:  # a task that is cancelled before its first step runs no clean-up
@@ -196,13 +155,13 @@ class Link:
         cause: BaseException | None = None
         self._state = LinkState.OPENING
         try:
-            if self._aborted is None:
+            if self.aborted is None:
                 await self._connection.connect()
-            if self._aborted is None:
+            if self.aborted is None:
                 self._state = LinkState.OPEN
                 self._connection.closing.add_done_callback(self._end_now)
                 self._check_for_stall(time.monotonic())
-                self._loop.guard(self._events.link_opened, self)
+                self._loop.guard(self.report_opened, self._connection.server_properties)
             await self._end
         except Exception as error:  # noqa: BLE001  # of any kind; passed on
             cause = error
@@ -231,10 +190,8 @@ class Link:
         opened = self._connection.was_open
         if opened and self._connection.is_connection_was_stuck:
             cause = Aborted("no heartbeat: the connection is dead")
-        error = link_error(self._aborted or cause, self.endpoint, self._closed_with, opened=opened)
-        code, text = self._closed_with or (None, str(error))
-        loss = ConnectionLoss(code, text, "connection", self._closed_with is not None, over=self._closed_over)
-        self._loop.guard(self._events.link_closed, self, error, loss)
+        error = link_error(self.aborted or cause, self.endpoint, self.closed_with, opened=opened)
+        self._loop.guard(self.report_closed, error)
 
     def _check_for_stall(self, due: float) -> None:
         """Log a long stall of the event loop, after which the broker may disconnect.
@@ -316,7 +273,7 @@ class Link:
     def _transport_made(self, transport: asyncio.Transport, stream: asyncio.StreamReader) -> None:
         transport.set_write_buffer_limits(_PAUSE_BYTES, _RESUME_BYTES)
         self._transport, self._stream = transport, stream
-        if self._aborted is not None:
+        if self.aborted is not None:
             transport.abort()
 
     def _stream_ended(self, stream: asyncio.StreamReader) -> None:
@@ -338,16 +295,15 @@ class Link:
             self._loop.guard(self._events.link_drained, self)
 
     def _received(self, data: bytes) -> None:
-        if self._aborted is not None:
+        if self.aborted is not None:
             return
         self.bytes_received += len(data)
         try:
-            self._reader.feed(data)
+            self.reader.feed(data)
             if self._state is LinkState.OPEN:
                 self._pass_heartbeat()
-                if self._on_read is not None:
-                    self._on_read()
-                gap = self._channels.read_throttle.gap_after(len(data))
+                self.on_read()
+                gap = self.channels.read_throttle.gap_after(len(data))
                 if gap > _SHORTEST_GAP:
                     self._pause_reading(gap)
         except CodecError as error:
@@ -379,41 +335,24 @@ class Link:
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write(_HEARTBEAT_FRAME)
 
-    def _pass_on(self, frame: bytes) -> None:
-        if self._stream is not None and not self._stream.at_eof():
-            self._stream.feed_data(frame)
-
     # -- frames that are not content -------------------------------------------------------------------------------
 
     def _on_foreign_frame(self, frame: bytes) -> None:
-        if self._aborted is not None:
-            return
         if frame[:4] == _PROTOCOL_HEADER:
             self._pass_on(frame)
-            return
-        if frame[1:3] != _NO_CHANNEL:
-            self._channels.receive(frame)
-            return
-        if frame == _HEARTBEAT_FRAME and self._state is LinkState.OPENING:
+        elif frame == _HEARTBEAT_FRAME and self._state is LinkState.OPENING:
             self._return_heartbeat()
-            return
-        method = methods.method_of(frame)
-        if method == methods.CONNECTION_BLOCKED:
-            self._events.link_blocked(self, methods.decode_text(frame))
-        elif method == methods.CONNECTION_UNBLOCKED:
-            self._events.link_unblocked(self)
-        elif method == methods.CONNECTION_SECRET_UPDATED:
-            self._events.link_secret_updated(self)
         else:
-            if method == methods.CONNECTION_TUNE:
-                frame, self._tune = methods.negotiated(
-                    frame, channel_max=self._settings.channel_max, frame_max=self._settings.frame_max
-                )
-                self._reader.agree(self._tune.frame_max)
-                self._channels.channel_max = self._tune.channel_max
-            elif method == methods.CONNECTION_CLOSED:
-                self._closed_with, self._closed_over = methods.decode_close(frame), methods.decode_closing_method(frame)
-            self._pass_on(frame)
+            super()._on_foreign_frame(frame)
+
+    def _pass_on(self, frame: bytes) -> None:
+        if methods.method_of(frame) == methods.CONNECTION_TUNE:
+            frame, tune = methods.negotiated(
+                frame, channel_max=self._settings.channel_max, frame_max=self._settings.frame_max
+            )
+            self.agree(frame_max=tune.frame_max, channel_max=tune.channel_max)
+        if self._stream is not None and not self._stream.at_eof():
+            self._stream.feed_data(frame)
 
 
 class _Protocol(asyncio.StreamReaderProtocol):

@@ -13,11 +13,8 @@ from pika.adapters.select_connection import SelectConnection
 from pika.credentials import ExternalCredentials, PlainCredentials
 
 from reliable_mq._util.version import client_properties
-from reliable_mq.codec import CodecError, InboundReader, methods
-from reliable_mq.connection.channel import ChannelTable
+from reliable_mq.codec import CodecError
 from reliable_mq.connection.interfaces import TAKES_NOTHING
-from reliable_mq.connection.pika_driver.errors import Aborted
-from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.core.reconnect import time_for_address
 from reliable_mq.settings import Endpoint
 from reliable_mq.tls import server_hostname
@@ -26,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from reliable_mq.connection.interfaces import ConnectCredentials
+    from reliable_mq.connection.pika_driver.link import Link
     from reliable_mq.connection.pika_driver.loop import EventLoop
     from reliable_mq.settings import ConnectionSettings
 
@@ -33,49 +31,27 @@ __all__ = ["Connection", "connection_parameters"]
 
 _RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
 _TLS_BYTES = 64 * 1024  # to send at once over TLS
-_NO_CHANNEL = b"\0\0"
 
 
 class Connection(SelectConnection):  # type: ignore[misc]
     """pika's connection, in which pika handles only channel 0."""
 
-    def __init__(
-        self,
-        parameters: pika.ConnectionParameters,
-        loop: EventLoop,
-        *,
-        on_open: Callable[[Connection], None],
-        on_closed: Callable[[Connection, BaseException | None], None],
-        on_drained: Callable[[], None],
-        on_secret_updated: Callable[[], None],
-        on_blocked: Callable[[str], None],
-        on_unblocked: Callable[[], None],
-    ) -> None:
-        self.reader = InboundReader(self._on_foreign_frame, Delivery)
-        self.channels = ChannelTable(self.send, self.reader)
-        self.closed_with: tuple[int, str] | None = None
-        self.closed_over = (0, 0)
+    def __init__(self, parameters: pika.ConnectionParameters, loop: EventLoop, link: Link) -> None:
+        self._link = link
+        self._report_error = loop.on_error
         self.was_open = False
         self.broken_by: BaseException | None = None
-        self._report_error = loop.on_error
         self._read_from = 0.0  # when to read again
         self._never = threading.Event()  # used to wait: a sleep has an absolute end, which a faked clock may move
-        self._aborted = False
         self._began = time.monotonic()
         self._connect_timeout = float(parameters.socket_timeout)  # until the addresses of the host are known
         self.addresses: list[str] = []  # of the host, in the order in which they are tried
         self._plaintext = parameters.ssl_options is None
-        self._on_open = on_open
-        self.on_read: Callable[[], None] | None = None
-        self._on_drained = on_drained
-        self._on_secret_updated = on_secret_updated
-        self._on_blocked = on_blocked
-        self._on_unblocked = on_unblocked
         super().__init__(
             parameters,
             on_open_callback=self._opened_now,
-            on_open_error_callback=on_closed,
-            on_close_callback=on_closed,
+            on_open_error_callback=link.closed,
+            on_close_callback=link.closed,
             custom_ioloop=loop.services(self._addresses_found),
         )
 
@@ -120,16 +96,12 @@ class Connection(SelectConnection):  # type: ignore[misc]
         return Endpoint(host, port)
 
     def abort(self, cause: Exception) -> None:
-        if not self._aborted:
-            self._aborted = True
-            self.reader.reset()
-            self._terminate_stream(cause)
+        self._terminate_stream(cause)
 
-    def _opened_now(self, connection: Connection) -> None:
+    def _opened_now(self, _connection: Connection) -> None:
         self.was_open = True
-        self.reader.agree(int(self.params.frame_max))
-        self.channels.channel_max = int(self.params.channel_max)
-        self._on_open(connection)
+        self._link.agree(frame_max=int(self.params.frame_max), channel_max=int(self.params.channel_max))
+        self._link.report_opened(self.server_properties)
 
     def _proto_connection_made(self, transport: Any) -> None:
         transport._MAX_RECV_BYTES = _RECEIVE_BYTES  # noqa: SLF001
@@ -153,51 +125,33 @@ class Connection(SelectConnection):  # type: ignore[misc]
         consume()
         size = self.bytes_received - before
         if size:  # TLS may read twice, the second time without data
-            gap = self.channels.read_throttle.gap_after(size)
+            gap = self._link.channels.read_throttle.gap_after(size)
             self._read_from = time.monotonic() + gap if gap else 0.0
 
     def _produce(self, transport: Any, produce: Callable[[], None]) -> None:
         """Let the transport send its buffer; it raises if some data is not accepted."""
         produce()
         if not transport.get_write_buffer_size():
-            self._on_drained()
+            self._link.drained()
 
     def _on_data_available(self, data_in: bytes) -> None:
-        if self._aborted:
+        if self._link.aborted is not None:
             return
         self.bytes_received += len(data_in)  # pika's heartbeat checker reads this
         try:
-            self.reader.feed(data_in)
-            if self.on_read is not None:
-                self.on_read()
+            self._link.reader.feed(data_in)
+            self._link.on_read()
         except CodecError as error:
-            self.abort(Aborted(str(error)))
+            self._link.abort(str(error))
         except Exception as error:  # noqa: BLE001  # pika would log it and lose half a frame
             self._report_error(error)
 
-    def _on_foreign_frame(self, data: bytes) -> None:
-        if self._aborted:
-            return
-        if data[1:3] != _NO_CHANNEL:
-            self.channels.receive(data)
-            return
-        # pika makes bytes of a text that is not UTF-8, and drops the code and the text of a close in the handshake.
-        method = methods.method_of(data)
-        if method == methods.CONNECTION_BLOCKED:
-            self._on_blocked(methods.decode_text(data))
-            return
-        if method == methods.CONNECTION_UNBLOCKED:
-            self._on_unblocked()
-            return
-        if method == methods.CONNECTION_SECRET_UPDATED:
-            self._on_secret_updated()
-            return
-        if method == methods.CONNECTION_CLOSED:
-            self.closed_with, self.closed_over = methods.decode_close(data), methods.decode_closing_method(data)
+    def process(self, data: bytes) -> None:
+        """Process a frame of channel 0."""
         try:
             _, value = frame.decode_frame(data)
         except Exception as error:  # noqa: BLE001  # pika's decoder raises whatever struct, dict and codecs raise
-            self.abort(Aborted(f"what the broker sent cannot be decoded: {error!r}"))
+            self._link.abort(f"what the broker sent cannot be decoded: {error!r}")
         else:
             self._process_frame(value)
 

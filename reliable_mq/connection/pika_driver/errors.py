@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING
 import pika.exceptions
 from pika.adapters.utils import connection_workflow
 
-from reliable_mq.connection.errors import broker_unavailable, is_certificate_problem, system_problem, unreachable
+from reliable_mq.connection.errors import (
+    Aborted,
+    broker_unavailable,
+    is_certificate_problem,
+    system_problem,
+    unreachable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,11 +21,7 @@ if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
-__all__ = ["Aborted", "broker_error"]
-
-
-class Aborted(Exception):
-    """We closed the socket."""
+__all__ = ["broker_error"]
 
 
 def broker_error(
