@@ -8,7 +8,7 @@ Invariants:
 
 - Each of our methods gets one reply, in order. An unexpected method breaks the connection (`CodecError`), unless the
   channel is closing.
-- After a ``channel.close`` of either side no reply is reported. `ChannelEvents.channel_closed` is called exactly once,
+- After a ``channel.close`` of either side no reply is reported. `LinkEvents.channel_closed` is called exactly once,
   unless the connection ends first.
 - Content reaches the sink only after `release_content`, in order, and never after `silence`. A ``basic.cancel`` is held
   back like content.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.codec import RawDelivery
     from reliable_mq.codec.methods import MethodReply, Step
-    from reliable_mq.connection.interfaces import ChannelEvents, EventLoop, TimerHandle
+    from reliable_mq.connection.interfaces import EventLoop, LinkEvents, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
 
 __all__ = ["Arrivals", "Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
@@ -64,9 +64,7 @@ class ChannelTable:
         self._last_number = 0
         self._on_closed: Callable[[], None] | None = None
 
-    def open(
-        self, generation: int, write: Callable[[bytes], None], sink: ChannelSink, events: ChannelEvents
-    ) -> Channel:
+    def open(self, generation: int, write: Callable[[bytes], None], sink: ChannelSink, events: LinkEvents) -> Channel:
         """Send ``channel.open`` by ``write``, which takes whole frames.
 
         Raises:
@@ -130,7 +128,7 @@ class Channel:
         reader: InboundReader,
         read_throttle: ReadThrottle,
         sink: ChannelSink,
-        events: ChannelEvents,
+        events: LinkEvents,
     ) -> None:
         self.number = number
         self.generation = generation

@@ -329,7 +329,7 @@ class Connector:
         self._restart_timer()
         self._generation += 1
         try:
-            self._channel = link.open_channel(self._generation, self._client, self)
+            self._channel = link.open_channel(self._generation, self._client)
         except BrokerUnavailable as error:
             self._attempt_failed(error)
 

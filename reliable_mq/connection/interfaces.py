@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from reliable_mq.codec import ChannelSink
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TAKES_NOTHING",
-    "ChannelEvents",
     "ConnectCredentials",
     "ConnectionListener",
     "EventLoop",
@@ -72,31 +71,13 @@ class Output(Protocol):
     write_buffer_size: Callable[[], int]
 
 
-class OpenLink(Protocol):
-    """The constructor of a driver's links."""
-
-    def __call__(
-        self,
-        endpoint: Endpoint,
-        settings: ConnectionSettings,
-        secrets: ConnectCredentials,
-        name: str,
-        events: LinkEvents,
-        /,
-    ) -> BaseLink:
-        """Begin an attempt to connect.
-
-        Args:
-            endpoint: The host and port.
-            settings: The virtual host, tuning and other settings.
-            secrets: The credentials and the TLS context, read for this attempt.
-            name: The connection's name in the management UI, unless ``settings`` has one.
-            events: The receiver of the link's events.
-        """
+#: The constructor of a driver's links, which begins an attempt to connect. Its arguments are the host, the settings,
+#: the secrets read for this attempt, the connection's name unless the settings have one, and the receiver of events.
+OpenLink: TypeAlias = "Callable[[Endpoint, ConnectionSettings, ConnectCredentials, str, LinkEvents], BaseLink]"
 
 
 class LinkEvents(Protocol):
-    """The events of a link, called on the loop."""
+    """The events of a link and its channels, called on the loop."""
 
     def link_opened(self, link: BaseLink) -> None:
         """Process the end of the AMQP handshake."""
@@ -115,10 +96,6 @@ class LinkEvents(Protocol):
 
     def link_drained(self, link: BaseLink) -> None:
         """Process an empty write buffer, after a write that was not accepted at once."""
-
-
-class ChannelEvents(Protocol):
-    """The events of a channel."""
 
     def channel_opened(self, channel: Channel) -> None:
         """Process ``channel.open-ok``. From now on steps can be performed."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.channel import Channel
-    from reliable_mq.connection.interfaces import ChannelEvents, LinkEvents
+    from reliable_mq.connection.interfaces import LinkEvents
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
@@ -36,7 +36,7 @@ class BaseLink:
 
     Args:
         endpoint: The host and port.
-        events: The receiver of the link's events.
+        events: The receiver of the events of the link and its channels.
 
     Attributes:
         write: A callable that sends whole frames in one piece. It does nothing on a link that has ended.
@@ -76,13 +76,13 @@ class BaseLink:
         """The address of the peer; None if it is unknown."""
         raise NotImplementedError
 
-    def open_channel(self, generation: int, sink: ChannelSink, events: ChannelEvents) -> Channel:
+    def open_channel(self, generation: int, sink: ChannelSink) -> Channel:
         """Open a channel, whose content goes to `sink` once it is released.
 
         Raises:
             BrokerUnavailable: If every channel that the connection may have is still being closed.
         """
-        return self.channels.open(generation, self.write, sink, events)
+        return self.channels.open(generation, self.write, sink, self._events)
 
     def close(self) -> None:
         """Close the channels, then the connection. Abort a link that is not open yet."""

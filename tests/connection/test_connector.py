@@ -131,8 +131,8 @@ class Link:
     def write_buffer_size(self) -> int:
         return len(self.foreign)
 
-    def open_channel(self, generation: int, sink: Any, events: Connector) -> Channel:
-        self.channel = self.channels.open(generation, self.write, sink, events)
+    def open_channel(self, generation: int, sink: Any) -> Channel:
+        self.channel = self.channels.open(generation, self.write, sink, self.events)
         return self.channel
 
     def close(self) -> None:
