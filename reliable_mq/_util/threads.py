@@ -75,7 +75,7 @@ def start_daemon(name: str, fn: Callable[..., object], *args: object) -> threadi
     return thread
 
 
-def call_in_background(name: str, fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+def call_in_background(name: str, fn: Callable[[], T], done: Callable[[T | Exception], object]) -> None:
     """Call ``fn``, then ``done`` with its result or exception, on a new daemon thread.
 
     ``done`` is called exactly once, unless ``fn`` never returns. An exiting interpreter refuses the thread. Then both
@@ -87,7 +87,7 @@ def call_in_background(name: str, fn: Callable[[], T], done: Callable[[T | Excep
         _call(fn, done)
 
 
-def _call(fn: Callable[[], T], done: Callable[[T | Exception], None]) -> None:
+def _call(fn: Callable[[], T], done: Callable[[T | Exception], object]) -> None:
     outcome: T | Exception = RuntimeError("the call ended its thread")
     try:
         with suppress(SystemExit):  # as threading itself does

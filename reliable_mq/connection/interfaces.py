@@ -52,7 +52,7 @@ class EventLoop(Protocol):
 
     addresses: AddressOrder
 
-    def call_soon(self, fn: Callable[[], None], /) -> None:
+    def call_soon(self, fn: Callable[[], None], /) -> object:
         """Run `fn` on the loop, never from inside this call. Thread-safe."""
 
     def call_later(self, delay: float, fn: Callable[[], None], /) -> TimerHandle:

@@ -106,7 +106,7 @@ class IOThread(BaseConnection):
         """
         if self._thread is None:
             return False
-        call = self._loop.queue(fn)
+        call = self._loop.call_soon(fn)
         # The thread sets `_ended` and then runs all queued calls, so a call that it missed is still queued.
         return not self._ended or not self._loop.withdraw(call)
 

@@ -164,7 +164,7 @@ class TestEventLoop:
     def test_a_call_queued_before_the_close_can_be_withdrawn(self) -> None:
         """Otherwise a thread that queues it at this moment believes that it will run."""
         loop = EventLoop(lambda _: None)
-        call = loop.queue(lambda: None)
+        call = loop.call_soon(lambda: None)
         loop.close()
         assert loop.withdraw(call)
 

@@ -85,12 +85,11 @@ class EventLoop:
         """
         return _IOServices(self._loop, self.addresses, on_found)
 
-    def call_soon(self, fn: Callable[[], None]) -> None:
-        """Run `fn` on the loop. Thread-safe without a lock; costs one wake-up write."""
-        self._loop.queue(fn)
+    def call_soon(self, fn: Callable[[], None]) -> object:
+        """Run `fn` on the loop; return a handle for `withdraw`.
 
-    def queue(self, fn: Callable[[], None]) -> object:
-        """Run `fn` as `call_soon` does, and return a handle for `withdraw`."""
+        Thread-safe without a lock; costs one wake-up write.
+        """
         return self._loop.queue(fn)
 
     def withdraw(self, call: object) -> bool:
