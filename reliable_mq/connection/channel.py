@@ -238,7 +238,7 @@ class SetupRunner:
         self,
         generator: StepGenerator,
         done: Callable[[Any], None],
-        answered: Callable[[], None] | None = None,
+        answered: Callable[[], None],
         in_line: Callable[[], bool] = lambda: False,
     ) -> None:
         self.in_line = in_line
@@ -284,12 +284,7 @@ class SetupRunner:
             return
         refused = StepRefused(code, text, answered=tuple(self._replies), connection=connection)
         self._replies.clear()
-        try:
-            self._waiting = self._generator.throw(refused)
-        except StopIteration as stop:
-            self._finish(stop.value)
-        except Exception as error:  # noqa: BLE001  # passed on
-            self._finish(error)
+        self._waiting = self._resume(partial(self._generator.throw, refused))
 
     def fail(self, error: Exception) -> None:
         """End with `error`, in any state."""
@@ -305,14 +300,19 @@ class SetupRunner:
     def _advance(self, reply: MethodReply | tuple[MethodReply, ...]) -> None:
         if self._done is None:
             return
+        step = self._resume(partial(self._generator.send, reply))
+        if step is not None:
+            self._send(step)
+
+    def _resume(self, generator: Callable[[], Step | Pipeline]) -> Step | Pipeline | None:
+        """Return the next step; None if the generator has ended, and `done` was called."""
         try:
-            step = self._generator.send(reply)
+            return generator()
         except StopIteration as stop:
             self._finish(stop.value)
         except Exception as error:  # noqa: BLE001  # passed on
             self._finish(error)
-        else:
-            self._send(step)
+        return None
 
     def _send(self, step: Step | Pipeline) -> None:
         self._step = step
@@ -323,8 +323,7 @@ class SetupRunner:
             self._finish(error)
 
     def _on_reply(self, reply: MethodReply) -> None:
-        if self._answered is not None:
-            self._answered()
+        self._answered()
         if not isinstance(self._step, Pipeline):
             self._advance(reply)
             return

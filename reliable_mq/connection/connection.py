@@ -198,13 +198,14 @@ class Connector:
 
     def discard(self, reason: str) -> None:
         """Abort a connection whose channel is in doubt; ``lost`` and a reconnect follow."""
-        end: Callable[[], None] | None = None
+        report: Callable[[], None] | None = None
         if self._state in _ATTEMPT:
-            end = partial(self._attempt_discarded, BrokerUnavailable(reason))
+            report = partial(self._attempt_failed, BrokerUnavailable(reason))
         elif self._state in _ESTABLISHED or (self._state is ConnectionState.WAITING and self._link is not None):
-            end = partial(self._discarded, ConnectionLoss(None, reason, "connection", by_broker=False))
-        if end is not None:
-            self._loop.call_soon(end)
+            loss = ConnectionLoss(None, reason, "connection", by_broker=False)
+            report = partial(self._plan_reconnect, loss)
+        if report is not None:
+            self._loop.call_soon(partial(self._discarded, report))
             self._enter(ConnectionState.DISCARDED)
             self._cancel_timer()
         self._drop_link(reason)
@@ -427,10 +428,6 @@ class Connector:
             self._unblock()
         self._notify(self._client.failed, error, wait is not None)
 
-    def _attempt_discarded(self, error: BrokerUnavailable) -> None:
-        if self._state is ConnectionState.DISCARDED:
-            self._attempt_failed(error)
-
     # -- losses and the end --------------------------------------------------------------------------------------------
 
     def link_closed(self, link: BaseLink, error: BrokerUnavailable, loss: ConnectionLoss) -> None:
@@ -469,9 +466,9 @@ class Connector:
             level = logging.INFO if refused else logging.WARNING
             self._plan_reconnect(ConnectionLoss(code if by_broker else None, text, "channel", by_broker), level)
 
-    def _discarded(self, loss: ConnectionLoss) -> None:
+    def _discarded(self, report: Callable[[], None]) -> None:
         if self._state is ConnectionState.DISCARDED:
-            self._plan_reconnect(loss)
+            report()
 
     def _plan_reconnect(self, loss: ConnectionLoss, level: int = logging.WARNING) -> None:
         wait = self._reconnect_policy.lost(loss, time.monotonic(), was_ready=self._live)
