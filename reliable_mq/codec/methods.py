@@ -55,13 +55,11 @@ __all__ = [
     "Step",
     "Tune",
     "decode_close",
-    "decode_closing_method",
     "decode_reply",
     "decode_text",
     "encode_channel_close",
     "encode_channel_close_ok",
     "encode_channel_open",
-    "encode_step",
     "encode_steps",
     "encode_update_secret",
     "method_of",
@@ -256,19 +254,6 @@ def method_of(frame: bytes) -> Index | None:
     return _INDEX.unpack_from(frame, 7) if frame[0] == 1 and len(frame) > _ARGUMENTS else None
 
 
-def encode_step(channel: int, step: Step) -> tuple[bytes, Index]:
-    """Encode the method of a step.
-
-    Returns:
-        The frame, and the number of the reply's method.
-
-    Raises:
-        ConfigurationError: If a name or an argument cannot be encoded. The message names it.
-    """
-    (class_id, method_id), arguments = _method(step)
-    return method_frame(channel, class_id, method_id, arguments), (class_id, method_id + 1)
-
-
 def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index]]:
     """Encode the methods of several steps in one piece.
 
@@ -282,11 +267,11 @@ def encode_steps(channel: int, steps: Sequence[Step]) -> tuple[bytes, list[Index
     answers: list[Index] = []
     for step in steps:
         try:
-            frame, answer = encode_step(channel, step)
+            (class_id, method_id), arguments = _method(step)
         except ConfigurationError as error:
             raise ConfigurationError(f"{type(step).__name__} cannot be sent: {error}") from error
-        frames.append(frame)
-        answers.append(answer)
+        frames.append(method_frame(channel, class_id, method_id, arguments))
+        answers.append((class_id, method_id + 1))
     return b"".join(frames), answers
 
 
@@ -317,29 +302,18 @@ def decode_text(frame: bytes) -> str:
     return _short_string(frame, _ARGUMENTS)[0]
 
 
-def decode_close(frame: bytes) -> tuple[int, str]:
+def decode_close(frame: bytes) -> tuple[int, str, Index]:
     """Return the code and text of ``connection.close`` or ``channel.close``.
 
-    Raises:
-        CodecError: If the frame is broken.
-    """
-    text, _ = _short_string(frame, _ARGUMENTS + 2)
-    return _UINT16.unpack_from(frame, _ARGUMENTS)[0], text
-
-
-def decode_closing_method(frame: bytes) -> tuple[int, int]:
-    """Return the method over which the broker closed a channel or the connection.
-
-    (0, 0) stands for none.
+    They are followed by the method over which the broker closed it; (0, 0) stands for none.
 
     Raises:
         CodecError: If the frame is broken.
     """
-    _, end = _short_string(frame, _ARGUMENTS + 2)
+    text, end = _short_string(frame, _ARGUMENTS + 2)
     if end + _INDEX.size >= len(frame):
         raise CodecError("truncated close")
-    class_id, method_id = _INDEX.unpack_from(frame, end)
-    return class_id, method_id
+    return _UINT16.unpack_from(frame, _ARGUMENTS)[0], text, _INDEX.unpack_from(frame, end)
 
 
 def encode_channel_open(channel: int) -> bytes:

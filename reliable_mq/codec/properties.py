@@ -368,22 +368,18 @@ class Properties:
 
     def headers_beginning(self, prefix: str) -> dict[str, FieldValue]:
         """Return the headers whose names begin with ``prefix``; others may be broken."""
-        span = (self._values or self._decode()).get("headers")
-        if span is None:
-            return {}
-        start, end = span
         wanted = prefix.encode()
-        entries = [self.raw[at:to] for name, at, to in walk_table(self.raw, start + 4, end) if name.startswith(wanted)]
-        table = b"".join(entries)
+        table = b"".join(self.raw[start:end] for name, start, end in self._entries() if name.startswith(wanted))
         return decode_table(_UINT32.pack(len(table)) + table)
 
     def header_names(self) -> frozenset[str]:
         """Return the names of the headers without decoding a value."""
+        return frozenset(name.decode("utf-8", "surrogateescape") for name, _, _ in self._entries())
+
+    def _entries(self) -> list[tuple[bytes, int, int]]:
+        """Return (name, start, end) of each header."""
         span = (self._values or self._decode()).get("headers")
-        if span is None:
-            return frozenset()
-        start, end = span
-        return frozenset(name.decode("utf-8", "surrogateescape") for name, _, _ in walk_table(self.raw, start + 4, end))
+        return walk_table(self.raw, span[0] + 4, span[1]) if span else []
 
     content_type = _Value[str]()
     content_encoding = _Value[str]()

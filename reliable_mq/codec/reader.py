@@ -21,6 +21,7 @@ from __future__ import annotations
 from struct import Struct
 from typing import TYPE_CHECKING, Final
 
+from reliable_mq.codec.frames import FRAME_OVERHEAD
 from reliable_mq.codec.tables import CodecError
 
 if TYPE_CHECKING:
@@ -50,7 +51,6 @@ _OURS: Final = frozenset((_RETURN, _DELIVER, _GET_OK, _GET_EMPTY, _ACK, _NACK))
 
 _MAX_CACHED: Final = 1024
 _FRAME_MAX: Final = 131072  # until another limit is negotiated; RabbitMQ's default, and the most that we request
-_FRAME_OVERHEAD: Final = 8
 _LARGEST_HEADER: Final = 16 * 1024 * 1024  # payload of a content header, bytes; RabbitMQ's default for a whole message
 
 
@@ -208,7 +208,7 @@ class InboundReader:
         self._foreign = foreign
         self._make_delivery = delivery
         self._channels: dict[int, _InboundChannel] = {}
-        self._largest = _FRAME_MAX - _FRAME_OVERHEAD  # maximum payload of a frame, in bytes
+        self._largest = _FRAME_MAX - FRAME_OVERHEAD  # maximum payload of a frame, in bytes
         self._epoch = 0  # incremented by `reset`, so that `feed` notices a reset by a callback
         self._tail: list[bytes] = []  # the beginning of a frame
         self._tail_size = 0
@@ -220,7 +220,7 @@ class InboundReader:
 
     def agree(self, frame_max: int) -> None:
         """Limit the size of frames, except content headers. Call it before `attach`."""
-        self._largest = frame_max - _FRAME_OVERHEAD
+        self._largest = frame_max - FRAME_OVERHEAD
 
     def attach(self, channel: int, sink: ChannelSink) -> None:
         """Pass the content of `channel` to `sink`, starting with the next frame."""
@@ -246,7 +246,7 @@ class InboundReader:
         self._channels.clear()
         self._tail.clear()
         self._tail_size = self._wanted = 0
-        self._largest = _FRAME_MAX - _FRAME_OVERHEAD
+        self._largest = _FRAME_MAX - FRAME_OVERHEAD
         self._broken = ""
 
     def feed(self, data: bytes) -> None:

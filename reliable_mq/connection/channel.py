@@ -189,8 +189,7 @@ class Channel:
             CodecError: If the method is broken, or is not a reply to an outstanding method.
         """
         if method == methods.CHANNEL_CLOSED:
-            code, text = methods.decode_close(frame)
-            class_id, method_id = methods.decode_closing_method(frame)
+            code, text, (class_id, method_id) = methods.decode_close(frame)
             self.step_refused = bool(self._awaited) and self._awaited[0][0] == (class_id, method_id + 1)
             self._write(methods.encode_channel_close_ok(self.number))
             self._report_closed(code, text, by_broker=True)

@@ -128,5 +128,6 @@ class BaseLink:
             self._events.link_secret_updated(self)
         else:
             if method == methods.CONNECTION_CLOSED:
-                self.closed_with, self._closed_over = methods.decode_close(frame), methods.decode_closing_method(frame)
+                code, text, self._closed_over = methods.decode_close(frame)
+                self.closed_with = code, text
             self._pass_on(frame)

@@ -74,7 +74,7 @@ def encoded(method: Any) -> bytes:
     ids=lambda value: type(value).__name__,
 )
 def test_a_step_is_encoded_so_that_pika_reads_it(step: methods.Step, expected: Any) -> None:
-    data, answer = methods.encode_step(CHANNEL, step)
+    data, (answer,) = methods.encode_steps(CHANNEL, [step])
     found = decoded(data)
     assert type(found) is type(expected)
     assert vars(found) == vars(expected)
@@ -115,7 +115,7 @@ def _arguments_of_reply(method: Any) -> dict[str, object]:
 )
 def test_what_cannot_be_encoded_is_named(step: methods.Step, text: str) -> None:
     with pytest.raises(ConfigurationError, match=text):
-        methods.encode_step(CHANNEL, step)
+        methods.encode_steps(CHANNEL, [step])
 
 
 def test_replies_are_what_steps_are_answered_with() -> None:
@@ -130,8 +130,7 @@ def test_what_the_broker_says_by_itself() -> None:
     assert methods.decode_text(encoded(spec.Basic.Cancel(consumer_tag="tag", nowait=True))) == "tag"
     close = spec.Channel.Close(reply_code=404, reply_text="NOT_FOUND", class_id=60, method_id=40)
     assert methods.method_of(encoded(close)) == methods.CHANNEL_CLOSED
-    assert methods.decode_close(encoded(close)) == (404, "NOT_FOUND")
-    assert methods.decode_closing_method(encoded(close)) == (60, 40)
+    assert methods.decode_close(encoded(close)) == (404, "NOT_FOUND", (60, 40))
 
 
 def test_opening_and_closing() -> None:
@@ -191,7 +190,7 @@ def test_a_truncated_method_is_an_error_and_no_crash(size: int) -> None:
             truncated(spec.Channel.Close(reply_code=404, reply_text="NOT_FOUND", class_id=0, method_id=0), size)
         )
     with pytest.raises(CodecError):
-        methods.decode_closing_method(
+        methods.decode_close(
             truncated(spec.Channel.Close(reply_code=404, reply_text="", class_id=60, method_id=40), size - 3)
         )
     if size < 12:
@@ -206,9 +205,9 @@ def test_a_truncated_method_is_an_error_and_no_crash(size: int) -> None:
 def test_steps_are_encoded_in_one_piece() -> None:
     steps = [methods.CheckQueue("one"), methods.DeclareExchange("two")]
     frames, answers = methods.encode_steps(CHANNEL, steps)
-    each = [methods.encode_step(CHANNEL, step) for step in steps]
+    each = [methods.encode_steps(CHANNEL, [step]) for step in steps]
     assert frames == b"".join(frame for frame, _ in each)
-    assert answers == [answer for _, answer in each]
+    assert answers == [answer for _, (answer,) in each]
 
 
 def test_a_step_that_cannot_be_encoded_is_named() -> None:
