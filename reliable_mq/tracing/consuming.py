@@ -18,6 +18,7 @@ import asyncio
 import random
 import time
 from contextlib import contextmanager
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from opentelemetry.context import Context, attach, detach, get_current
@@ -85,7 +86,7 @@ class ConsumerTracer:
             conventions.CLIENT_ID: name,
             **conventions.server(endpoints),
         }
-        self._destinations: dict[tuple[str, str], dict[str, Any]] = {}
+        self._destination = lru_cache(_DESTINATIONS_KEPT)(partial(_destination, queue))
         self._known_propagation: Propagation | None = None
         self.exemplars = Histogram()
 
@@ -199,7 +200,8 @@ class ConsumerTracer:
                     parent, context = before, set_span_in_context(NonRecordingSpan(before), context)
         if random.random() >= self._root_ratio if parent is None else not parent.trace_flags.sampled:
             return context
-        span = self._start("process", SpanKind.CONSUMER, context, self._destination(delivery), links)
+        destination = self._destination(delivery.exchange, delivery.routing_key)
+        span = self._start("process", SpanKind.CONSUMER, context, destination, links)
         try:
             if span.is_recording():
                 delivery.attempt_context = AttemptContext(span.get_span_context(), message)
@@ -370,23 +372,10 @@ class ConsumerTracer:
         }
         return self._tracing.tracer.start_span(name, context, kind, attributes, links, start_time)
 
-    def _destination(self, delivery: Delivery) -> dict[str, Any]:
-        exchange, routing_key = delivery.exchange, delivery.routing_key
-        found = self._destinations.get((exchange, routing_key))
-        if found is None:
-            found = {
-                conventions.DESTINATION: conventions.consumed_from(exchange, routing_key, self._queue),
-                **({conventions.ROUTING_KEY: conventions.exportable(routing_key)} if routing_key else {}),
-            }
-            if len(self._destinations) >= _DESTINATIONS_KEPT:
-                self._destinations.clear()
-            self._destinations[exchange, routing_key] = found
-        return found
-
     def _common_destination(self, deliveries: Sequence[Delivery]) -> dict[str, Any]:
         """Return the common destination, or the queue if there are several."""
         if len({(delivery.exchange, delivery.routing_key) for delivery in deliveries}) == 1:
-            return self._destination(deliveries[0])
+            return self._destination(deliveries[0].exchange, deliveries[0].routing_key)
         return {conventions.DESTINATION: self._queue}
 
     def _links(self, deliveries: Iterable[Delivery]) -> tuple[list[Link], bool]:
@@ -431,6 +420,14 @@ class ConsumerTracer:
         except ConsumeError:
             delivery.flaw = flaw  # the handler has not read the invalid part
             return _EMPTY
+
+
+def _destination(queue: str, exchange: str, routing_key: str) -> dict[str, Any]:
+    """Return the attributes of a destination."""
+    attributes = {conventions.DESTINATION: conventions.consumed_from(exchange, routing_key, queue)}
+    if routing_key:
+        attributes[conventions.ROUTING_KEY] = conventions.exportable(routing_key)
+    return attributes
 
 
 def _is_thrown_away(error: BaseException, context: Context) -> bool:

@@ -16,6 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import random
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from opentelemetry.context import Context, get_current
@@ -66,10 +67,8 @@ class PublisherTracer:
         self._root_ratio = tracing.root_ratio
         self._injects = not isinstance(tracing, CopyTracing)
         self._errors = tracing._errors  # noqa: SLF001  # of the same package
-        self._name = name
-        self._server = conventions.server(endpoints)
         self._propagation: Propagation | None = None
-        self._destinations: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {}
+        self._destination = lru_cache(_DESTINATIONS_KEPT)(partial(_destination, name, conventions.server(endpoints)))
         self._unsampled = SendTrace(None)  # for the last unsampled context: callers publish many messages in one
 
     apart: Final = Context()
@@ -200,28 +199,25 @@ class PublisherTracer:
             self._unsampled = trace
         return trace
 
-    def _destination(self, exchange: str, routing_key: str) -> tuple[str, dict[str, Any]]:
-        """Return the name of a destination, and the attributes common to its spans."""
-        found = self._destinations.get((exchange, routing_key))
-        if found is not None:
-            return found
-        # A member of an enum of strings has another `str`.
-        exchange_name, key = str.__str__(exchange), str.__str__(routing_key)
-        destination = conventions.published_to(exchange_name, key)
-        attributes: dict[str, Any] = {
-            conventions.SYSTEM: conventions.RABBITMQ,
-            conventions.OPERATION_NAME: "send",
-            conventions.OPERATION_TYPE: "send",
-            conventions.DESTINATION: destination,
-            **({conventions.CLIENT_ID: self._name} if self._name else {}),
-            **self._server,
-        }
-        if key:
-            attributes[conventions.ROUTING_KEY] = conventions.exportable(key)
-        if len(self._destinations) >= _DESTINATIONS_KEPT:
-            self._destinations.clear()
-        found = self._destinations[exchange, routing_key] = destination, attributes
-        return found
+
+def _destination(
+    name: str, server: Mapping[str, str | int], exchange: str, routing_key: str
+) -> tuple[str, dict[str, Any]]:
+    """Return the name of a destination, and the attributes common to its spans."""
+    # A member of an enum of strings has another `str`.
+    exchange_name, key = str.__str__(exchange), str.__str__(routing_key)
+    destination = conventions.published_to(exchange_name, key)
+    attributes: dict[str, Any] = {
+        conventions.SYSTEM: conventions.RABBITMQ,
+        conventions.OPERATION_NAME: "send",
+        conventions.OPERATION_TYPE: "send",
+        conventions.DESTINATION: destination,
+        **({conventions.CLIENT_ID: name} if name else {}),
+        **server,
+    }
+    if key:
+        attributes[conventions.ROUTING_KEY] = conventions.exportable(key)
+    return destination, attributes
 
 
 def _have_types(message: object, exchange: object, routing_key: object) -> bool:
