@@ -18,7 +18,7 @@ import asyncio
 import random
 import time
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from opentelemetry.context import Context, attach, detach, get_current
@@ -87,7 +87,6 @@ class ConsumerTracer:
             **conventions.server(endpoints),
         }
         self._destination = lru_cache(_DESTINATIONS_KEPT)(partial(_destination, queue))
-        self._known_propagation: Propagation | None = None
         self.exemplars = Histogram()
 
     # Handlers
@@ -178,7 +177,7 @@ class ConsumerTracer:
         try:
             if delivery.attempt_context is not None:
                 return self._process(delivery, *self._carried(delivery))
-            context = (self._known_propagation or self._propagation).passed_on(delivery.properties)
+            context = self._propagation.passed_on(delivery.properties)
             if context is None:
                 return self._process(delivery, *self._carried(delivery))
             if context or self._root_ratio == 0:
@@ -347,11 +346,9 @@ class ConsumerTracer:
 
     # Parts of spans
 
-    @property
+    @cached_property
     def _propagation(self) -> Propagation:
-        if self._known_propagation is None:
-            self._known_propagation = Propagation(self._tracing.propagator)
-        return self._known_propagation
+        return Propagation(self._tracing.propagator)
 
     def _start(
         self,

@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import random
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 from opentelemetry.context import Context, get_current
@@ -67,7 +67,6 @@ class PublisherTracer:
         self._root_ratio = tracing.root_ratio
         self._injects = not isinstance(tracing, CopyTracing)
         self._errors = tracing._errors  # noqa: SLF001  # of the same package
-        self._propagation: Propagation | None = None
         self._destination = lru_cache(_DESTINATIONS_KEPT)(partial(_destination, name, conventions.server(endpoints)))
         self._unsampled = SendTrace(None)  # for the last unsampled context: callers publish many messages in one
 
@@ -105,8 +104,7 @@ class PublisherTracer:
                     if self._root_ratio == 0:
                         return None
                 elif self._injects:
-                    propagation = self._propagation or self._new_propagation()
-                    head = propagation.unsampled_head(context)
+                    head = self._propagation.unsampled_head(context)
                     if head is not None:
                         trace = _new_trace(SendTrace)
                         trace.context, trace.plain_head, trace._headers = context, head, None  # noqa: SLF001
@@ -117,9 +115,9 @@ class PublisherTracer:
             self._errors.log(error, "failed to start a span; the message is published without one")
             return None
 
-    def _new_propagation(self) -> Propagation:
-        self._propagation = Propagation(self._tracing.propagator)
-        return self._propagation
+    @cached_property
+    def _propagation(self) -> Propagation:
+        return Propagation(self._tracing.propagator)
 
     def _begin(
         self, message: Message, exchange: str, routing_key: str, operation: str, context: Context
@@ -127,7 +125,7 @@ class PublisherTracer:
         if not _have_types(message, exchange, routing_key):
             return None
         properties = message.encoded_properties
-        propagation = self._propagation or self._new_propagation()
+        propagation = self._propagation
         carried = None
         if properties is not None and propagation.carries(properties):
             carried = propagation.span_in(properties)
