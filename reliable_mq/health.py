@@ -68,7 +68,7 @@ class _Answer(NamedTuple):
 class _Probes:
     """The responses to probes, independent of their transport."""
 
-    def __init__(self, parts: tuple[Part | Callable[[], Health], ...], registry: CollectorRegistry | None) -> None:
+    def __init__(self, *parts: Part | Callable[[], Health], registry: CollectorRegistry | None = None) -> None:
         for part in parts:
             if not callable(part) and not callable(getattr(part, "health", None)):
                 raise ConfigurationError(f"a part must have a method health(), or be callable, not {part!r}")
@@ -172,7 +172,7 @@ class HealthServer(_Probes):
         port: int = 8080,
         registry: CollectorRegistry | None = None,
     ) -> None:
-        super().__init__(parts, registry)
+        super().__init__(*parts, registry=registry)
         if not is_text(host) or not host:
             raise ConfigurationError(f"host must be an address to listen at, not {host!r}")
         if not is_whole_number(port, 0) or port > 65535:
@@ -357,9 +357,6 @@ class HealthApp(_Probes):
     Raises:
         ConfigurationError: If an argument is invalid.
     """
-
-    def __init__(self, *parts: Part | Callable[[], Health], registry: CollectorRegistry | None = None) -> None:
-        super().__init__(parts, registry)
 
     async def __call__(self, scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
         """Serve one request, as ASGI defines it."""
