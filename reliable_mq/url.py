@@ -17,7 +17,6 @@ Invariant: No error and no log line shows a password, or a part of a malformed U
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +25,7 @@ from typing import Any, Final, get_args
 from urllib.parse import unquote_to_bytes
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import Duration, is_host
+from reliable_mq._util.validation import Duration, ip_address, is_host
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback, Endpoint, Mechanism
 from reliable_mq.tls import TLSOptions
@@ -233,7 +232,7 @@ def _parse_host(text: str, default_port: int) -> Endpoint:
     host, bracket, tail = text.partition("]")
     if bracket:
         address = _decoded("host", host.removeprefix("["))
-        if not (host.startswith("[") and _is_ipv6(address)):
+        if not (host.startswith("[") and ":" in address and ip_address(address) is not None):
             raise ConfigurationError("the URL has a host in brackets that is not an IPv6 address")
         host, colon, port = address, tail[:1], tail[1:]
         if tail and colon != ":":
@@ -257,14 +256,6 @@ def _parse_host(text: str, default_port: int) -> Endpoint:
     if not _DIGITS.fullmatch(port) or not 1 <= int(port) <= _HIGHEST_PORT:
         raise ConfigurationError(f"the URL has a port that is not a number from 1 to {_HIGHEST_PORT}")
     return Endpoint(host, int(port))
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _parse_path(path: str) -> str:
