@@ -82,10 +82,6 @@ class _Host:
 class Lookups:
     """The lookups of a process. Thread-safe."""
 
-    _lock: threading.Lock
-    _hosts: dict[_Key, _Host]
-    _running: int
-
     def __init__(self) -> None:
         self._reset()
         _instances.add(self)
@@ -145,7 +141,7 @@ class Lookups:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()  # a thread of the parent may have held it
-        self._hosts = {}
+        self._hosts: dict[_Key, _Host] = {}
         self._running = 0
 
 
