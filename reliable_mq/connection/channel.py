@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import EventLoop, LinkEvents, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["Arrivals", "Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue"]
+__all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue", "data_arrives"]
 
 # The minimum time limit for the ``consume-ok`` of a stream, in seconds. RabbitMQ 4.3 takes 4 to 14 s while the node of
 # a member is down: one process manages all members of all streams, and tries to reach that node again and again.
@@ -228,9 +228,6 @@ class SetupRunner:
             the runner is dropped.
         answered: A callable that is called at every reply of the broker.
         in_line: A callable that returns whether the steps wait behind work that has a time limit of its own.
-
-    Attributes:
-        in_line: The argument.
     """
 
     def __init__(
@@ -338,28 +335,13 @@ class SetupRunner:
             done(outcome)
 
 
-class Arrivals:
-    """The data that arrives on a connection, apart from heartbeats.
+def data_arrives(before: int, received: int) -> bool:
+    """Return whether more than heartbeats was read between two counts of bytes.
 
     A reply comes after the deliveries that the broker has sent before. On a slow network, these may take longer than
     the time limit of the reply, which therefore starts again while data arrives.
-
-    Args:
-        bytes_received: A callable that returns the number of bytes read from the connection so far.
     """
-
-    def __init__(self, bytes_received: Callable[[], int]) -> None:
-        self._bytes_received = bytes_received
-        self._before = bytes_received()
-
-    def restart(self) -> None:
-        """Count from now on."""
-        self._before = self._bytes_received()
-
-    @property
-    def seen(self) -> bool:
-        """Whether data has arrived since the start."""
-        return self._bytes_received() - self._before > _HEARTBEATS
+    return received - before > _HEARTBEATS
 
 
 class StepQueue:
@@ -370,7 +352,7 @@ class StepQueue:
         usual: The time limit for most generators, in seconds. A step that needs longer extends it.
         channel: A callable that returns the ready channel, if there is one.
         is_blocked: A callable that returns whether the broker has blocked the connection, and so does not reply.
-        arrivals: The data that arrives, for which a reply may have to wait.
+        bytes_received: A callable that returns the number of bytes read from the connection so far.
         discard: A callable that aborts the connection.
     """
 
@@ -381,14 +363,14 @@ class StepQueue:
         *,
         channel: Callable[[], Channel | None],
         is_blocked: Callable[[], bool],
-        arrivals: Arrivals,
+        bytes_received: Callable[[], int],
         discard: Callable[[str], None],
     ) -> None:
         self._loop = loop
         self._usual = usual
         self._channel = channel
         self._is_blocked = is_blocked
-        self._arrivals = arrivals
+        self._bytes_received = bytes_received
         self._discard = discard
         self._runners: deque[SetupRunner] = deque()  # the first one is running
         self._timer: TimerHandle | None = None
@@ -399,14 +381,7 @@ class StepQueue:
         return bool(self._runners) and self._runners[0].begun
 
     def add(self, generator: StepGenerator, done: Callable[[Any], None], in_line: Callable[[], bool]) -> None:
-        """Perform steps after those of earlier calls, never from inside this call.
-
-        Args:
-            generator: The generator that yields the steps.
-            done: A callable for the generator's result, or the exception that ended it. It is called exactly once.
-            in_line: A callable that returns whether the steps wait behind work that has a time limit of its own, and so
-                may take longer.
-        """
+        """Perform steps after those of earlier calls, as `Connector.run` does."""
         self._runners.append(SetupRunner(generator, partial(self._ended, done), self.restart_timer, in_line))
         if len(self._runners) == 1:
             self._loop.call_soon(self._start)
@@ -442,11 +417,12 @@ class StepQueue:
         done(outcome)
 
     def _set_timer(self, seconds: float, waited: float = 0.0) -> None:
-        self._arrivals.restart()
-        self._timer = self._loop.call_later(seconds, partial(self._on_timeout, waited + seconds))
+        on_timeout = partial(self._on_timeout, waited + seconds, self._bytes_received())
+        self._timer = self._loop.call_later(seconds, on_timeout)
 
-    def _on_timeout(self, waited: float) -> None:
-        if self._arrivals.seen or self._is_blocked() or self._runners[0].in_line():
+    def _on_timeout(self, waited: float, before: int) -> None:
+        arrives = data_arrives(before, self._bytes_received())
+        if arrives or self._is_blocked() or self._runners[0].in_line():
             self._set_timer(self._usual)
         elif (limit := self._runners[0].time_to_answer(self._usual)) > waited:
             self._set_timer(limit - waited, waited)

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from reliable_mq._util.logs import get_logger, given_up_logger
 from reliable_mq._util.threads import call_in_background
-from reliable_mq.connection.channel import Arrivals, SetupRunner, StepQueue
+from reliable_mq.connection.channel import SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
 from reliable_mq.connection.interfaces import ConnectCredentials, do_nothing, takes_nothing
 from reliable_mq.connection.token_renewer import TokenRenewer
@@ -165,7 +165,7 @@ class Connector:
             settings.connect_timeout,
             channel=self._ready_channel,
             is_blocked=lambda: self._blocked is not None,
-            arrivals=Arrivals(self.bytes_received),
+            bytes_received=self.bytes_received,
             discard=self.discard,
         )
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Final
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.codec import methods
-from reliable_mq.connection.channel import Arrivals
+from reliable_mq.connection.channel import data_arrives
 from reliable_mq.core.consumer.attempts import printable
 from reliable_mq.core.statistics import TokenStatistics
 from reliable_mq.core.token_renewal import RenewalState, TokenRenewal
@@ -188,11 +188,11 @@ class TokenRenewer:
         self._plan()
 
     def _await_answer(self, link: BaseLink) -> None:
-        arrivals = Arrivals(lambda: link.bytes_received)
-        self._set_timer(self._settings.connect_timeout, partial(self._on_unanswered, link, arrivals))
+        on_timeout = partial(self._on_unanswered, link, link.bytes_received)
+        self._set_timer(self._settings.connect_timeout, on_timeout)
 
-    def _on_unanswered(self, link: BaseLink, arrivals: Arrivals) -> None:
-        if arrivals.seen or link.write_buffer_size() or self._is_blocked():
+    def _on_unanswered(self, link: BaseLink, before: int) -> None:
+        if data_arrives(before, link.bytes_received) or link.write_buffer_size() or self._is_blocked():
             self._await_answer(link)
         elif self._renewal.state is RenewalState.SENT:
             self._discard(f"connection.update-secret was not answered within {self._settings.connect_timeout:g} s")

@@ -16,7 +16,7 @@ from tenacity.stop import stop_base
 
 from reliable_mq._util.threads import Condition
 from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
-from reliable_mq.connection.channel import Arrivals
+from reliable_mq.connection.channel import data_arrives
 from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepGenerator, StepRefused, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
@@ -154,11 +154,12 @@ class AdminChannel(ConnectionListener):
         Raises:
             BrokerUnavailable: If nothing arrived for ``timeout`` seconds.
         """
-        arrivals = Arrivals(lambda: self._io.bytes_received)
+        before = self._io.bytes_received
         while not self._changed.wait_for(replied, timeout):
-            if not arrivals.seen:
+            received = self._io.bytes_received
+            if not data_arrives(before, received):
                 raise BrokerUnavailable(f"the broker did not answer {method} within {timeout:g} s")
-            arrivals.restart()
+            before = received
 
     def _wait_ready(self) -> None:
         if not self._io.running and self._error is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from typing import Any, cast
 
 from reliable_mq.codec.methods import CheckQueue, MethodReply, QueueState, Step
-from reliable_mq.connection.channel import Arrivals, Channel, StepQueue
+from reliable_mq.connection.channel import Channel, StepQueue
 from reliable_mq.connection.interfaces import EventLoop
 
 LIMIT = 10.0  # seconds
@@ -36,7 +36,7 @@ class Broker:
             LIMIT,
             channel=lambda: cast("Channel", self),
             is_blocked=lambda: False,
-            arrivals=Arrivals(lambda: self.bytes_received),
+            bytes_received=lambda: self.bytes_received,
             discard=self.discarded.append,
         )
 
