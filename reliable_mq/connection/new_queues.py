@@ -93,7 +93,10 @@ class QueueRecord:
         """
         if not self._grace:
             return None
-        self.queues = _queues_of(server.cluster_name, self._virtual_host, self._grace)
+        # Brokers whose cluster has no name share one record, which only costs time.
+        queues = _registers.setdefault((server.cluster_name, self._virtual_host), SharedNewQueues())
+        queues.use(self._grace)
+        self.queues = queues
         return self
 
     def begin(self, names: Collection[str]) -> None:
@@ -124,24 +127,10 @@ class QueueRecord:
         self._new_before = self.queues.new(proven, self._grace)
 
 
-def _queues_of(cluster: str, virtual_host: str, grace: float) -> SharedNewQueues:
-    """Return the new queues of a virtual host, kept for at least ``grace`` seconds.
-
-    Brokers whose cluster has no name share one record, which only costs time.
-    """
-    with _lock:
-        queues = _registers.setdefault((cluster, virtual_host), SharedNewQueues())
-    queues.use(grace)
-    return queues
-
-
-_lock = threading.Lock()
 _registers: dict[tuple[str, str], SharedNewQueues] = {}
 
 
 def _after_fork() -> None:
-    global _lock  # noqa: PLW0603  # a thread of the parent may have held it
-    _lock = threading.Lock()
     for queues in _registers.values():
         queues.forked(time.monotonic())
 
