@@ -59,15 +59,10 @@ class RawDelivery:
 
     Attributes:
         consumer_tag: The tag of the consumer that the message was delivered to; empty for ``basic.get``.
-        delivery_tag: The delivery's number on the channel.
         redelivered: Whether the broker may have delivered the message before.
-        exchange: The exchange that the message was published to. Bytes that are not UTF-8 are surrogate escapes.
-        routing_key: The routing key of the publish, with the same escapes.
-        properties: The undecoded properties; see `Properties`.
-        body: The bytes of the message.
 
-    All attributes except ``consumer_tag`` and ``redelivered`` are read-only, so that an ack, a copy for another attempt
-    and a dead letter are always of the message that arrived.
+    The other attributes are read-only, so that an ack, a copy for another attempt and a dead letter are always of the
+    message that arrived. Bytes of names that are not UTF-8 are surrogate escapes.
     """
 
     __slots__ = ("_body", "_delivery_tag", "_exchange", "_properties", "_routing_key", "consumer_tag", "redelivered")
