@@ -22,15 +22,7 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import Endpoint
 
-__all__ = [
-    "Aborted",
-    "as_ours",
-    "broker_unavailable",
-    "is_certificate_problem",
-    "is_refusal",
-    "system_problem",
-    "unreachable",
-]
+__all__ = ["Aborted", "as_ours", "broker_unavailable", "is_refusal", "system_problem", "unreachable"]
 
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
 
@@ -74,8 +66,10 @@ def broker_unavailable(
         closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
         opened: Whether the handshake was completed.
         otherwise: The text to use without a ``connection.close``.
-        permanent: Whether a retry cannot help, without a ``connection.close``.
+        permanent: Whether a retry cannot help, without a ``connection.close``. Nor can it if the broker's certificate
+            does not verify.
     """
+    permanent = permanent or _is_certificate_problem(cause)
     if closed_with is not None:
         code, text = closed_with
         # ACCESS_REFUSED: the credentials are wrong. NOT_ALLOWED: the virtual host does not exist, or the user may not
@@ -92,13 +86,9 @@ def broker_unavailable(
     return error
 
 
-def is_certificate_problem(cause: BaseException | None) -> bool:
-    """Return whether the broker's certificate does not verify; a retry cannot help.
-
-    Each address of a host may have another certificate.
-    """
-    if isinstance(cause, Unreachable):
-        return all(is_certificate_problem(failure) for _, failure in cause.failures)
+def _is_certificate_problem(cause: BaseException | None) -> bool:
+    if isinstance(cause, Unreachable):  # each address of a host may have another certificate
+        return all(_is_certificate_problem(failure) for _, failure in cause.failures)
     return isinstance(cause, ssl.SSLCertVerificationError)
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import aiormq.exceptions
 
-from reliable_mq.connection.errors import Aborted, broker_unavailable, is_certificate_problem, system_problem
+from reliable_mq.connection.errors import Aborted, broker_unavailable, system_problem
 
 if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable
@@ -27,7 +27,7 @@ def link_error(
     if isinstance(cause, aiormq.exceptions.AMQPConnectionError) and isinstance(cause.__cause__, OSError):
         cause = cause.__cause__
     otherwise = _what_happened(cause, opened=opened)
-    permanent = is_certificate_problem(cause) or isinstance(cause, MechanismNotOffered)
+    permanent = isinstance(cause, MechanismNotOffered)
     return broker_unavailable(endpoint, cause, closed_with, opened=opened, otherwise=otherwise, permanent=permanent)
 
 

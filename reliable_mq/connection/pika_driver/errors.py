@@ -7,13 +7,7 @@ from typing import TYPE_CHECKING
 import pika.exceptions
 from pika.adapters.utils import connection_workflow
 
-from reliable_mq.connection.errors import (
-    Aborted,
-    broker_unavailable,
-    is_certificate_problem,
-    system_problem,
-    unreachable,
-)
+from reliable_mq.connection.errors import Aborted, broker_unavailable, system_problem, unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,7 +37,7 @@ def broker_error(
         closed_with,
         opened=opened,
         otherwise=system_problem(root) or _what_happened(root),
-        permanent=is_certificate_problem(root) or isinstance(root, pika.exceptions.AuthenticationError),
+        permanent=isinstance(root, pika.exceptions.AuthenticationError),
     )
 
 
