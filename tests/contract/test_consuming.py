@@ -868,7 +868,7 @@ def test_a_loop_that_fails_during_a_stop_ends_the_run(broker: ScriptedBroker, mo
         consumer.stop()
         assert consumer._subscription is not None
         loop = consumer._subscription._io._loop
-        loop.call_soon(lambda: setattr(loop._loop._poller, "poll", poll))
+        loop.call_soon(lambda: setattr(loop._poller, "poll", poll))
         running.join(10)
         assert not running.is_alive()
 

@@ -112,7 +112,7 @@ def test_a_broken_loop_is_reported_and_still_runs_queued_calls(
         def poll() -> None:
             raise kind("epoll is gone")
 
-        io._loop._loop._poller.poll = poll
+        io._loop._poller.poll = poll
         io.call_soon(ran.set)
 
     assert io.call_soon(break_it)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pika
 from pika.adapters.select_connection import IOLoop
-from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter
+from pika.adapters.utils.selector_ioloop_adapter import SelectorIOServicesAdapter, _TimerHandle
 
 from reliable_mq._util.logs import demoted_driver_logs
 from reliable_mq.connection.lookups import find_addresses
@@ -60,8 +60,8 @@ class SelfPipe:
             self._writer.close()
 
 
-class EventLoop:
-    """pika's I/O loop.
+class EventLoop(IOLoop):  # type: ignore[misc]  # pika has no types
+    """pika's I/O loop, which an exception of a callback does not end.
 
     The loop outlives its links, so that no queued call is lost with a connection.
 
@@ -72,69 +72,29 @@ class EventLoop:
         addresses: The order in which links try the addresses of their hosts.
     """
 
+    _callbacks: Any  # pika's queue of calls
+
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
-        self._loop = _GuardedLoop(on_error)
+        super().__init__()
         self.addresses = AddressOrder()
-        self._timers = SelectorIOServicesAdapter(self._loop)
         self.on_error = on_error
+        waker = SelfPipe()
+        self._waker: SelfPipe | None = waker
+        super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
 
     def services(self, on_found: Callable[[list[Any]], None]) -> SelectorIOServicesAdapter:
         """Return pika's I/O services for one attempt to connect.
 
         `on_found` is called with the addresses of the host, in the order in which they will be tried.
         """
-        return _IOServices(self._loop, self.addresses, on_found)
+        return _IOServices(self, on_found)
 
     def call_soon(self, fn: Callable[[], None]) -> object:
         """Run `fn` on the loop; return a handle for `withdraw`.
 
-        Thread-safe without a lock; costs one wake-up write.
+        Thread-safe without the lock that pika's method acquires; costs one wake-up write.
         """
-        return self._loop.queue(fn)
-
-    def withdraw(self, call: object) -> bool:
-        """Remove a queued call; return whether it had not begun."""
-        return self._loop.withdraw(call)
-
-    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` on the loop in `delay` seconds."""
-        handle: TimerHandle = self._timers.call_later(max(0.0, delay), fn)
-        return handle
-
-    def run(self) -> None:
-        """Run until `stop`. Only the poller itself can raise an exception."""
-        with demoted_driver_logs(pika.__name__):
-            self._loop.start()
-
-    def stop(self) -> None:
-        """End `run`. On the loop only."""
-        self._loop.stop()
-
-    def drain(self) -> None:
-        """Run the queued calls, and the calls that these queue."""
-        with demoted_driver_logs(pika.__name__):
-            self._loop.drain()
-
-    def close(self) -> None:
-        """Close the descriptors of the loop itself. After `run` only."""
-        self._loop.close()
-
-
-class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
-    """A loop that an exception of a callback does not end."""
-
-    _callbacks: Any  # pika's queue of calls
-
-    def __init__(self, on_error: Callable[[Exception], None]) -> None:
-        super().__init__()
-        self._on_error = on_error
-        waker = SelfPipe()
-        self._waker: SelfPipe | None = waker
-        super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
-
-    def queue(self, callback: Callable[[], None]) -> object:
-        """Queue a call and wake the loop, without the lock that pika's method acquires."""
-        call = partial(self._guard, callback)
+        call = partial(self._guard, fn)
         self._callbacks.append(call)
         waker = self._waker
         if waker is not None:
@@ -142,18 +102,31 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
         return call
 
     def withdraw(self, call: object) -> bool:
+        """Remove a queued call; return whether it had not begun."""
         try:
             self._callbacks.remove(call)
         except ValueError:
             return False
         return True
 
-    def add_callback_threadsafe(self, callback: Callable[[], None]) -> None:
-        self.queue(callback)
+    def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
+        """Run `fn` on the loop in `delay` seconds."""
+        handle: TimerHandle = _TimerHandle(super().call_later(max(0.0, delay), partial(self._guard, fn)), self)
+        return handle
 
-    add_callback = add_callback_threadsafe
+    def run(self) -> None:
+        """Run until `stop`. Only the poller itself can raise an exception."""
+        with demoted_driver_logs(pika.__name__):
+            self.start()
+
+    def drain(self) -> None:
+        """Run the queued calls, and the calls that these queue."""
+        with demoted_driver_logs(pika.__name__):
+            while self._callbacks:
+                self._callbacks.popleft()()
 
     def close(self) -> None:
+        """Close the descriptors of the loop itself. After `run` only."""
         waker, self._waker = self._waker, None
         if waker is not None:
             self.remove_handler(waker.fileno())
@@ -161,21 +134,18 @@ class _GuardedLoop(IOLoop):  # type: ignore[misc]  # pika has no types
         super().close()
         self._callbacks = queued  # pika sets an empty list, where `withdraw` would not find a call queued meanwhile
 
-    def call_later(self, delay: float, callback: Callable[[], None]) -> Any:
-        return super().call_later(delay, partial(self._guard, callback))
+    # -- for pika --------------------------------------------------------------------------------------------------
+
+    add_callback = add_callback_threadsafe = call_soon
 
     def add_handler(self, fd: int, handler: Callable[[int, int], None], events: int) -> None:
         super().add_handler(fd, partial(self._guard, handler), events)
-
-    def drain(self) -> None:
-        while self._callbacks:
-            self._callbacks.popleft()()
 
     def _guard(self, callback: Callable[..., None], *args: int) -> None:
         try:
             callback(*args)
         except Exception as error:  # noqa: BLE001  # whatever it is, the loop goes on
-            self._on_error(error)
+            self.on_error(error)
 
 
 class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
@@ -185,21 +155,23 @@ class _IOServices(SelectorIOServicesAdapter):  # type: ignore[misc]
     across links.
     """
 
-    def __init__(self, loop: _GuardedLoop, order: AddressOrder, on_found: Callable[[list[Any]], None]) -> None:
+    def __init__(self, loop: EventLoop, on_found: Callable[[list[Any]], None]) -> None:
         super().__init__(loop)
-        self._call_soon = loop.add_callback_threadsafe
-        self._order = order
+        self._loop: EventLoop
         self._on_found = on_found
 
+    def call_later(self, delay: float, callback: Callable[[], None]) -> TimerHandle:
+        return self._loop.call_later(delay, callback)
+
     def connect_socket(self, sock: socket.socket, resolved_addr: Any, on_done: Callable[[Any], None]) -> Any:
-        self._order.tried(resolved_addr)
+        self._loop.addresses.tried(resolved_addr)
         return super().connect_socket(sock, resolved_addr, on_done)
 
     def getaddrinfo(self, host: str, port: int, on_done: Callable[[Any], None], **_: int) -> Lookup:
         def found(result: Any) -> None:
             if isinstance(result, list):
-                result = self._order.sort(result)
+                result = self._loop.addresses.sort(result)
                 self._on_found(result)
             on_done(result)
 
-        return find_addresses(host, port, found, self._call_soon)
+        return find_addresses(host, port, found, self._loop.call_soon)
