@@ -246,10 +246,7 @@ class Message:
     def _from_wire(cls, body: bytes, properties: bytes | None, message_id: str) -> Self:
         """Return a message that is sent with exactly these properties.
 
-        Args:
-            body: The bytes of the message.
-            properties: The encoded properties.
-            message_id: The id that identifies the message to the publisher. The properties need not have one.
+        The id identifies the message to the publisher. The properties need not have one.
         """
         message = cls.__new__(cls)
         _set_body(message, body)

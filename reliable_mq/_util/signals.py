@@ -110,8 +110,7 @@ class ReplacedHandlers:
     def restore(self, remove: Callable[[int], object] = lambda _: None) -> None:
         """Restore the handlers from before. A handler set in the meantime stays.
 
-        Args:
-            remove: A callable that removes the new handler of a signal, and may set Python's own.
+        ``remove`` removes the new handler of a signal, and may set Python's own.
         """
         try:
             self._restore(remove)

@@ -124,9 +124,7 @@ def refuse_shared_connection(engine: Engine | AsyncEngine, so_that: str) -> None
 def refuse_connection_in_autocommit(connection: Connection, *, begun: bool) -> None:
     """Raise ConfigurationError if the connection of a session is in autocommit.
 
-    Args:
-        connection: The connection.
-        begun: Whether its transaction has begun. If it has, SQLite can report that there is none.
+    If its transaction has ``begun``, SQLite can report that there is none.
     """
     level = connection.get_execution_options().get("isolation_level") or _level_of(connection.engine)
     dbapi: Any = connection.connection.dbapi_connection

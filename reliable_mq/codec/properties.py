@@ -415,9 +415,7 @@ def _table_span(raw: bytes) -> tuple[int, int] | None:
 def find_header(raw: bytes, name: bytes) -> int:
     """Return the position of a header in properties, or -1. No value is decoded.
 
-    Args:
-        raw: The properties.
-        name: The encoded name, with its length byte.
+    The name is encoded, with its length byte.
 
     Raises:
         CodecError: If the properties are broken up to the header.

@@ -427,14 +427,8 @@ def walk_table(data: bytes, offset: int, end: int) -> list[tuple[bytes, int, int
 def find_entry(data: bytes, offset: int, end: int, name: bytes) -> int:
     """Return the position of an entry of the table in ``data[offset:end]``, or -1.
 
-    The name is searched for, and only the entries before it are walked. The same bytes within a value do not count. The
-    last of several entries with the same name counts.
-
-    Args:
-        data: The bytes that contain the table.
-        offset: The start of the table's first entry.
-        end: The end of the table.
-        name: The encoded name, with its length byte.
+    The name, which is encoded with its length byte, is searched for, and only the entries before it are walked. The
+    same bytes within a value do not count. The last of several entries with the same name counts.
 
     Raises:
         CodecError: If the table is broken up to the entry.

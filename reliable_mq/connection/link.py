@@ -34,10 +34,6 @@ _NO_CHANNEL = b"\0\0"
 class BaseLink:
     """An attempt to connect, and the connection if it succeeds. On its loop only.
 
-    Args:
-        endpoint: The host and port.
-        events: The receiver of the events of the link and its channels.
-
     Attributes:
         write: A callable that sends whole frames in one piece. It does nothing on a link that has ended.
         write_buffer_size: A callable that returns the number of bytes that the kernel has not accepted yet;

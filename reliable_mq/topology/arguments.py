@@ -233,12 +233,9 @@ _LIKE: Final = 0.8  # the similarity from which one name is taken for a misspell
 def lint_arguments(
     arguments: Mapping[str, object], queue_type: str, version: tuple[int, ...] | None = None
 ) -> list[ArgumentProblem]:
-    """Return the problems with the arguments of a queue, sorted by argument.
+    """Return the problems with a queue's arguments, sorted by argument.
 
-    Args:
-        arguments: All arguments of the queue's declaration.
-        queue_type: The type of the queue: ``"quorum"``, ``"classic"`` or ``"stream"``.
-        version: The version of the broker, for example ``(4, 0, 5)``; None or empty if unknown.
+    All arguments of the declaration are given. The version of the broker is None or empty if it is unknown.
     """
     given = {name: value for name, value in arguments.items() if value is not None} | {"x-queue-type": queue_type}
     problems: list[ArgumentProblem] = []

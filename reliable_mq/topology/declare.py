@@ -143,10 +143,7 @@ def declarations(topology: Iterable[Declaration]) -> list[Declaration]:
     """Return the declarations in order: exchanges, queues, bindings.
 
     A queue follows its dead-letter queue. Queues and exchanges that other items refer to are also declared, unless the
-    reference is a plain name.
-
-    Args:
-        topology: The items in any order. Equal items may be repeated.
+    reference is a plain name. Equal items may be repeated.
 
     Raises:
         ConfigurationError: If the topology contains another type, or different items with the same name.
@@ -208,11 +205,7 @@ def _check_same(kind: str, one: Queue | Exchange, other: Queue | Exchange | None
 def mismatch_from_reply(kind: str, name: str, code: int, text: str) -> TopologyMismatch:
     """Return the error for a declaration that the broker refused.
 
-    Args:
-        kind: The kind of the item: ``"queue"``, ``"exchange"`` or ``"binding"``.
-        name: The name of the queue or exchange, or of the binding's destination.
-        code: The reply code, for example 406.
-        text: The reply text.
+    The ``kind`` is ``"queue"``, ``"exchange"`` or ``"binding"``, whose name is that of its destination.
     """
     what = f"{kind} {name!r}"
     inequivalence = inequivalence_from_reply(kind, name, text)
@@ -255,8 +248,7 @@ class Inequivalence(NamedTuple):
     def existing_value(self, declared: object) -> object:
         """Return the existing value in its type; None if there is none or it is unknown.
 
-        Args:
-            declared: The declared value. An existing value that is written without a type has the type of this value.
+        A value that is written without a type has the type of the declared one.
         """
         if self.existing is None or self.existing == "none":
             return None
@@ -271,10 +263,7 @@ class Inequivalence(NamedTuple):
 def inequivalence_from_reply(kind: str, name: str, text: str) -> Inequivalence | None:
     """Return the argument that a refusal names, or None if it has another reason.
 
-    Args:
-        kind: The kind of the item: ``"queue"`` or ``"exchange"``.
-        name: The name in the declaration.
-        text: The reply text.
+    The ``kind`` is ``"queue"`` or ``"exchange"``, and ``text`` the reply text.
     """
     argument = _ARGUMENT.search(text)
     if argument is None:
@@ -292,11 +281,8 @@ def mismatch_from_differences(
 ) -> TopologyMismatch:
     """Return the error for a declaration that differs from the existing one.
 
-    Args:
-        kind: The kind of the item: ``"queue"`` or ``"exchange"``.
-        name: The name in the declaration.
-        differences: The differences, at least one.
-        more: The broker's reply that ended the search; empty if there are no more differences.
+    There is at least one difference. ``more`` is the broker's reply that ended the search, empty if there are no more
+    differences.
     """
     shown = "; ".join(map(_described, differences))
     if more:

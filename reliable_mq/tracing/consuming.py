@@ -66,12 +66,6 @@ class _Handling(NamedTuple):
 class ConsumerTracer:
     """A factory of the spans of one consumer. Thread-safe.
 
-    Args:
-        tracing: The settings.
-        name: The name of the consumer.
-        queue: The name of the queue.
-        endpoints: The endpoints of the broker.
-
     Attributes:
         exemplars: Traced handler times, without counts.
     """
@@ -272,12 +266,9 @@ class ConsumerTracer:
     # Deliveries of `get`
 
     def received(self, deliveries: Sequence[Delivery], began: int, peer: Endpoint | None) -> None:
-        """Record that a caller has received deliveries.
+        """Record that a caller has received deliveries, if there are any.
 
-        Args:
-            deliveries: The deliveries. They may be empty.
-            began: The time when the caller requested them, in nanoseconds since 1970.
-            peer: The host that the caller is connected to, if known.
+        ``began`` is when it requested them, in nanoseconds since 1970; ``peer`` the host that it is connected to.
         """
         if not deliveries:
             return
@@ -312,12 +303,8 @@ class ConsumerTracer:
     def settled(self, settlements: Iterable[SettledDeliveries], at: int, peer: Endpoint | None = None) -> None:
         """Record settlements of sampled messages. Call it where a processor may block.
 
-        Each settlement span is a child of the span of its first message, so that it is sampled too.
-
-        Args:
-            settlements: The settlements that were written to the connection.
-            at: The time of the write, in nanoseconds since 1970.
-            peer: The host that they were written to, if known.
+        Each settlement span is a child of the span of its first message, so that it is sampled too. They were written
+        to the host ``peer`` at the time ``at``, in nanoseconds since 1970.
         """
         for settlement in settlements:
             try:

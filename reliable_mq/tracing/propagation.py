@@ -73,11 +73,7 @@ _SPAN_ALONE: Final = frozenset((_SPAN_KEY,))
 
 
 class Propagation:
-    """A reader and writer of contexts with one propagator. Thread-safe.
-
-    Args:
-        propagator: A propagator of OpenTelemetry.
-    """
+    """A reader and writer of contexts with one propagator. Thread-safe."""
 
     def __init__(self, propagator: TextMapPropagator) -> None:
         self._propagator = propagator

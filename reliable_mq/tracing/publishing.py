@@ -54,13 +54,7 @@ _NOTHING: Final[Mapping[str, str]] = {}
 
 
 class PublisherTracer:
-    """A factory of the spans of one publisher. Thread-safe.
-
-    Args:
-        tracing: The settings.
-        name: The name of the publisher.
-        endpoints: The endpoints of the broker.
-    """
+    """A factory of the spans of one publisher. Thread-safe."""
 
     def __init__(self, tracing: Tracing, *, name: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
@@ -84,15 +78,9 @@ class PublisherTracer:
     ) -> SendTrace | None:
         """Begin the span of a publish, or return None if no trace is needed.
 
-        Arguments of a wrong type begin no span, since the publisher refuses them.
-
-        Args:
-            message: The message to publish.
-            exchange: The exchange of the message.
-            routing_key: The routing key of the message.
-            operation: ``"create"`` for a message that another span will send. A message with a context gets no such
-                span.
-            ambient: The context to publish in. None is the context of the caller.
+        Arguments of a wrong type begin no span, since the publisher refuses them. The operation is ``"create"`` for a
+        message that another span will send; a message with a context gets no such span. The message is published in
+        the context ``ambient``, or else in that of the caller.
         """
         context = get_current() if ambient is None else ambient
         try:
@@ -272,10 +260,7 @@ class SendTrace:
     def settled(self, publication: Publication, at: int, peer: Endpoint | None = None) -> None:
         """End the span with the outcome.
 
-        Args:
-            publication: The settled publication.
-            at: The time of the settlement, in nanoseconds since 1970.
-            peer: The host that was contacted last, if any.
+        ``at`` is in nanoseconds since 1970. ``peer`` is the host that was contacted last, if any.
         """
 
     def failed(self, error: BaseException) -> None:
@@ -294,13 +279,7 @@ _new_trace: Final = SendTrace.__new__  # created for each message: calling ``__i
 
 
 class RecordedTrace(SendTrace):
-    """The trace of one sampled publish. No method raises.
-
-    Args:
-        plain_head, headers: The same as for `SendTrace`.
-        errors: The log of the span's exceptions.
-        span: The span of the publish.
-    """
+    """The trace of one sampled publish. No method raises."""
 
     __slots__ = ("_errors", "_span", "ids", "recording")
 

@@ -35,11 +35,7 @@ _LOG_ERRORS_EVERY: Final = 60.0  # seconds: a broken tracer raises for every mes
 
 
 class TracerErrors:
-    """A log of a tracer's exceptions, limited to one line a minute. Thread-safe.
-
-    Args:
-        clock: A callable that returns seconds, like ``time.monotonic``.
-    """
+    """A log of a tracer's exceptions, limited to one line a minute. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit = LogLimit(_LOG_ERRORS_EVERY, clock)
