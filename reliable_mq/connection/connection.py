@@ -29,7 +29,7 @@ from reliable_mq._util.logs import get_logger, given_up_logger
 from reliable_mq._util.threads import call_in_background
 from reliable_mq.connection.channel import SetupRunner, StepQueue
 from reliable_mq.connection.errors import as_ours, is_refusal
-from reliable_mq.connection.interfaces import ConnectCredentials, do_nothing, takes_nothing
+from reliable_mq.connection.interfaces import ConnectAttempt, ConnectCredentials, do_nothing, takes_nothing
 from reliable_mq.connection.token_renewer import TokenRenewer
 from reliable_mq.core.channel_setup import is_out_of_reach, reconnect_reason
 from reliable_mq.core.consumer.attempts import printable
@@ -302,7 +302,7 @@ class Connector:
         self._set_timer(self._settings.connect_timeout, self._on_timeout)
         self._renewer.credentials_read(result.credentials)
         logger.debug("%s: connecting to %s", self._name, self._endpoint)
-        self._link = self._open_link(self._endpoint, self._settings, result, self._name, self)
+        self._link = self._open_link(ConnectAttempt(self._endpoint, self._settings, result, self._name), self)
 
     def link_opened(self, link: BaseLink) -> None:
         if link is self._link and self._state is ConnectionState.CONNECTING:

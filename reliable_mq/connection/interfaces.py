@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "TAKES_NOTHING",
+    "ConnectAttempt",
     "ConnectCredentials",
     "ConnectionListener",
     "EventLoop",
@@ -45,6 +46,16 @@ class ConnectCredentials:
 
     credentials: Credentials | None = field(repr=False)
     context: ssl.SSLContext | None = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectAttempt:
+    """The arguments of one attempt to connect."""
+
+    endpoint: Endpoint
+    settings: ConnectionSettings
+    secrets: ConnectCredentials
+    name: str  # of the connection in the management UI, unless the settings have one
 
 
 class EventLoop(Protocol):
@@ -71,9 +82,8 @@ class Output(Protocol):
     write_buffer_size: Callable[[], int]
 
 
-#: The constructor of a driver's links, which begins an attempt to connect. Its arguments are the host, the settings,
-#: the secrets read for this attempt, the connection's name unless the settings have one, and the receiver of events.
-OpenLink: TypeAlias = "Callable[[Endpoint, ConnectionSettings, ConnectCredentials, str, LinkEvents], BaseLink]"
+#: The constructor of a driver's links, which begins an attempt to connect.
+OpenLink: TypeAlias = "Callable[[ConnectAttempt, LinkEvents], BaseLink]"
 
 
 class LinkEvents(Protocol):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from reliable_mq.codec import ChannelSink
     from reliable_mq.connection.channel import Channel
-    from reliable_mq.connection.interfaces import LinkEvents
+    from reliable_mq.connection.interfaces import ConnectAttempt, LinkEvents
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
@@ -50,8 +50,8 @@ class BaseLink:
     frame_max: int
     server: ServerInfo
 
-    def __init__(self, endpoint: Endpoint, events: LinkEvents) -> None:
-        self.endpoint = endpoint
+    def __init__(self, attempt: ConnectAttempt, events: LinkEvents) -> None:
+        self.endpoint = attempt.endpoint
         self.aborted: Aborted | None = None
         self.closed_with: tuple[int, str] | None = None
         self.reader = InboundReader(self._on_foreign_frame, Delivery)

@@ -19,7 +19,7 @@ from reliable_mq.connection.aiormq_driver.errors import MechanismNotOffered, lin
 from reliable_mq.connection.aiormq_driver.link import Link, LinkState, _Protocol
 from reliable_mq.connection.aiormq_driver.loop import EventLoop
 from reliable_mq.connection.errors import Aborted, unreachable
-from reliable_mq.connection.interfaces import ConnectCredentials
+from reliable_mq.connection.interfaces import ConnectAttempt, ConnectCredentials
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
@@ -116,7 +116,8 @@ def test_the_longest_heartbeat_does_not_switch_heartbeats_off() -> None:
     async def main() -> float:
         settings = ConnectionSettings(endpoints=(ENDPOINT,), credentials=Credentials("u", "p"), heartbeat=65534)
         secrets = ConnectCredentials(settings.credentials, None)
-        return Connection(ENDPOINT, settings, secrets, "name", Transports(dict)).heartbeat_timeout
+        attempt = ConnectAttempt(ENDPOINT, settings, secrets, "name")
+        return Connection(attempt, Transports(dict)).heartbeat_timeout
 
     assert asyncio.run(main()) == 65534
 
@@ -268,7 +269,8 @@ def test_what_a_large_message_leaves_unsent_over_tls_is_told() -> None:
         events: Any = SimpleNamespace(link_drained=drained.append, link_closed=lambda *_: ended.set())
         settings = ConnectionSettings(endpoints=(ENDPOINT,), credentials=Credentials("guest", "guest"))
         secrets = ConnectCredentials(settings.credentials, ssl.create_default_context())
-        link = Link(EventLoop(lambda error: pytest.fail(str(error))), ENDPOINT, settings, secrets, "name", events)
+        attempt = ConnectAttempt(ENDPOINT, settings, secrets, "name")
+        link = Link(EventLoop(lambda error: pytest.fail(str(error))), attempt, events)
         transport: Any = _Encrypting()
         link._transport, link._state = transport, LinkState.OPEN
         frame = b"\x03\0\x01" + (100_000).to_bytes(4, "big") + bytes(100_000) + b"\xce"
@@ -310,7 +312,7 @@ def test_the_zone_of_a_link_local_address_is_kept(monkeypatch: pytest.MonkeyPatc
         ended = asyncio.Event()
         events: Any = SimpleNamespace(link_closed=lambda *_: ended.set())
         secrets = ConnectCredentials(settings.credentials, None)
-        Link(EventLoop(lambda _: None), endpoint, settings, secrets, "name", events)
+        Link(EventLoop(lambda _: None), ConnectAttempt(endpoint, settings, secrets, "name"), events)
         await asyncio.wait_for(ended.wait(), 10)
 
     asyncio.run(main())

@@ -24,7 +24,7 @@ from reliable_mq.connection import connection as connection_module
 from reliable_mq.connection import token_renewer as renewer_module
 from reliable_mq.connection.channel import Channel, ChannelTable
 from reliable_mq.connection.connection import TRANSITIONS, ConnectionState, Connector
-from reliable_mq.connection.interfaces import TAKES_NOTHING, ConnectionListener
+from reliable_mq.connection.interfaces import TAKES_NOTHING, ConnectAttempt, ConnectionListener
 from reliable_mq.core.channel_setup import Pipeline, ServerInfo, StepRefused, publisher_setup, refusal
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
 from reliable_mq.errors import BrokerUnavailable, ReliableMQError
@@ -106,10 +106,10 @@ class Link:
     peer = Endpoint("192.0.2.1", 5672)
     bytes_received = 0
 
-    def __init__(self, loop: Loop, links: list[Link], endpoint: Endpoint, *arguments: Any) -> None:
+    def __init__(self, loop: Loop, links: list[Link], attempt: ConnectAttempt, events: Connector) -> None:
         self.loop = loop
-        self.endpoint = endpoint
-        self.events: Connector = arguments[-1]
+        self.endpoint = attempt.endpoint
+        self.events = events
         self.reader = InboundReader(self._on_frame)
         self.channels = ChannelTable(self.reader)
         self.channels.channel_max = 3

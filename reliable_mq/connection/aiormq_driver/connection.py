@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
     from aiormq.abc import AbstractConnection
 
-    from reliable_mq.connection.interfaces import ConnectCredentials
-    from reliable_mq.settings import ConnectionSettings, Endpoint
+    from reliable_mq.connection.interfaces import ConnectAttempt
 
 __all__ = ["Connection", "Transports"]
 
@@ -56,18 +55,12 @@ class Connection(aiormq.Connection):
 
     HEARTBEAT_GRACE_MULTIPLIER = 2  # as in the protocol: two missed heartbeats; `silence_noticed_within` relies on it
 
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        settings: ConnectionSettings,
-        secrets: ConnectCredentials,
-        name: str,
-        transports: TransportFactory,
-    ) -> None:
+    def __init__(self, attempt: ConnectAttempt, transports: TransportFactory) -> None:
+        endpoint, settings = attempt.endpoint, attempt.settings
         self._endpoint = endpoint
-        self._credentials = secrets.credentials
+        self._credentials = attempt.secrets.credentials
         self.was_open = False
-        own_name = settings.connection_name or name
+        own_name = settings.connection_name or attempt.name
         super().__init__(
             f"amqp://broker:{endpoint.port}/?heartbeat={settings.heartbeat}",
             transport_factory=transports,

@@ -33,8 +33,7 @@ from reliable_mq.tls import server_hostname
 
 if TYPE_CHECKING:
     from reliable_mq.connection.aiormq_driver.loop import EventLoop
-    from reliable_mq.connection.interfaces import ConnectCredentials, LinkEvents, TimerHandle
-    from reliable_mq.settings import ConnectionSettings
+    from reliable_mq.connection.interfaces import ConnectAttempt, LinkEvents, TimerHandle
 
 __all__ = ["Link"]
 
@@ -57,26 +56,15 @@ class LinkState(enum.Enum):
 
 
 class Link(BaseLink):
-    """An attempt to connect, and the connection if it succeeds. On its loop only.
-
-    The arguments after ``loop`` are those of `OpenLink`.
-    """
+    """An attempt to connect, and the connection if it succeeds. On its loop only."""
 
     bytes_received = 0
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        endpoint: Endpoint,
-        settings: ConnectionSettings,
-        secrets: ConnectCredentials,
-        name: str,
-        events: LinkEvents,
-    ) -> None:
-        super().__init__(endpoint, events)
+    def __init__(self, loop: EventLoop, attempt: ConnectAttempt, events: LinkEvents) -> None:
+        super().__init__(attempt, events)
         self._loop = loop
-        self._settings = settings
-        self._context = secrets.context
+        self._settings = attempt.settings
+        self._context = attempt.secrets.context
         self._stream: asyncio.StreamReader | None = None
         self._transport: asyncio.Transport | None = None
         self._kept: deque[memoryview] = deque()  # whole frames that the transport is yet to take
@@ -86,8 +74,8 @@ class Link(BaseLink):
         self._end: asyncio.Future[None] = loop.asyncio.create_future()
         self._watch: TimerHandle | None = None
         with demoted_driver_logs(aiormq.__name__):  # also for every task that the connection starts
-            self._connection = Connection(endpoint, settings, secrets, name, Transports(self._connect))
-            self._task = loop.asyncio.create_task(self._run(), name=f"{name} {endpoint}")
+            self._connection = Connection(attempt, Transports(self._connect))
+            self._task = loop.asyncio.create_task(self._run(), name=f"{attempt.name} {attempt.endpoint}")
         loop.tasks.add(self._task)
         self._task.add_done_callback(loop.tasks.discard)
 

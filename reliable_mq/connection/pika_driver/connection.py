@@ -22,10 +22,9 @@ from reliable_mq.tls import server_hostname
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reliable_mq.connection.interfaces import ConnectCredentials
+    from reliable_mq.connection.interfaces import ConnectAttempt
     from reliable_mq.connection.pika_driver.link import Link
     from reliable_mq.connection.pika_driver.loop import EventLoop
-    from reliable_mq.settings import ConnectionSettings
 
 __all__ = ["Connection", "connection_parameters"]
 
@@ -162,20 +161,18 @@ def _pieces(data: bytes | memoryview) -> list[memoryview]:
     return [view[start : start + _TLS_BYTES] for start in range(0, len(view), _TLS_BYTES)]
 
 
-def connection_parameters(
-    endpoint: Endpoint, settings: ConnectionSettings, secrets: ConnectCredentials, name: str
-) -> pika.ConnectionParameters:
-    if secrets.credentials is None:
+def connection_parameters(attempt: ConnectAttempt) -> pika.ConnectionParameters:
+    settings, given = attempt.settings, attempt.secrets.credentials
+    if given is None:
         credentials = ExternalCredentials()
     else:
-        given = secrets.credentials
         credentials = PlainCredentials(given.username, given.password, erase_on_connect=True)
     tls = None
     if settings.tls is not None:
-        tls = pika.SSLOptions(secrets.context, server_hostname(settings.tls, endpoint.host))
+        tls = pika.SSLOptions(attempt.secrets.context, server_hostname(settings.tls, attempt.endpoint.host))
     return pika.ConnectionParameters(
-        host=endpoint.host,
-        port=endpoint.port,
+        host=attempt.endpoint.host,
+        port=attempt.endpoint.port,
         virtual_host=settings.virtual_host,
         credentials=credentials,
         channel_max=settings.channel_max,
@@ -186,5 +183,5 @@ def connection_parameters(
         socket_timeout=settings.connect_timeout,
         stack_timeout=None,  # pika restarts it for each address; the caller limits the time of the whole attempt
         blocked_connection_timeout=None,  # a block is a state that is reported, not an error
-        client_properties=client_properties(settings.connection_name or name, f"pika {pika.__version__}"),
+        client_properties=client_properties(settings.connection_name or attempt.name, f"pika {pika.__version__}"),
     )

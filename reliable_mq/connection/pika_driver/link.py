@@ -10,31 +10,20 @@ from reliable_mq.connection.pika_driver.connection import Connection, connection
 from reliable_mq.connection.pika_driver.errors import broker_error
 
 if TYPE_CHECKING:
-    from reliable_mq.connection.interfaces import ConnectCredentials, LinkEvents
+    from reliable_mq.connection.interfaces import ConnectAttempt, LinkEvents
     from reliable_mq.connection.pika_driver.loop import EventLoop
-    from reliable_mq.settings import ConnectionSettings, Endpoint
+    from reliable_mq.settings import Endpoint
 
 __all__ = ["Link"]
 
 
 class Link(BaseLink):
-    """An attempt to connect, and the connection if it succeeds. On its loop only.
+    """An attempt to connect, and the connection if it succeeds. On its loop only."""
 
-    The arguments after ``loop`` are those of `OpenLink`.
-    """
-
-    def __init__(
-        self,
-        loop: EventLoop,
-        endpoint: Endpoint,
-        settings: ConnectionSettings,
-        secrets: ConnectCredentials,
-        name: str,
-        events: LinkEvents,
-    ) -> None:
-        super().__init__(endpoint, events)
+    def __init__(self, loop: EventLoop, attempt: ConnectAttempt, events: LinkEvents) -> None:
+        super().__init__(attempt, events)
         self._over = False
-        self._connection = Connection(connection_parameters(endpoint, settings, secrets, name), loop, self)
+        self._connection = Connection(connection_parameters(attempt), loop, self)
         self.write = self._connection.send
         self.write_buffer_size = self._connection.buffered
 
