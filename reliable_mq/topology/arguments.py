@@ -67,56 +67,32 @@ class TopologyWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class ArgumentProblem:
-    """A problem with one argument of a queue.
-
-    Attributes:
-        argument: The name of the argument.
-        text: The problem, worded to follow the argument's name.
-        fix: The remedy.
-        certain: Whether the argument cannot be intended, because RabbitMQ refuses it or it has no effect at all.
-    """
+    """A problem with one argument of a queue."""
 
     argument: str
-    text: str
+    text: str  # worded to follow the argument's name
     fix: str
-    certain: bool = False
+    certain: bool = False  # it cannot be intended, because RabbitMQ refuses it or it has no effect at all
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """A row of the table: an argument of a queue that RabbitMQ knows.
-
-    Attributes:
-        name: The name, for example ``x-max-length``.
-        kinds: The types of queues for which RabbitMQ accepts the argument.
-        since: The first version that knows the argument. Earlier versions accept it without effect.
-        until: The first version that ignores or refuses the argument.
-        instead: The replacement, if the argument has an `until`.
-        values: The allowed texts, if only some are allowed.
-        least: The lowest allowed value, if the argument is a whole number with a lower bound.
-        default: The value that a broker assumes for a queue without the argument; None if there is none.
-        default_since: The first version with that default.
-        with_policies: Whether the doctor checks the argument together with policies and other queues, instead of with
-            the linter.
-        field: The field of `Queue` for the argument; empty if there is none.
-        field_range: The range that the field accepts, if it is a whole number.
-        encode: A function of the field's name and value that returns the argument's value.
-    """
+    """A row of the table: an argument of a queue that RabbitMQ knows."""
 
     name: str
     _: KW_ONLY
-    kinds: frozenset[str] = _EVERY
-    since: tuple[int, ...] = ()
-    until: tuple[int, ...] = ()
-    instead: str = ""
-    values: tuple[str, ...] = ()
-    least: int | None = None
-    default: Any = None
-    default_since: tuple[int, ...] = ()
-    with_policies: bool = False
-    field: str = ""
-    field_range: tuple[int, int] | None = None
-    encode: Callable[[str, Any], object] | None = None
+    kinds: frozenset[str] = _EVERY  # the types of queues for which RabbitMQ accepts it
+    since: tuple[int, ...] = ()  # the first version that knows it; earlier versions accept it without effect
+    until: tuple[int, ...] = ()  # the first version that ignores or refuses it
+    instead: str = ""  # its replacement, if it has an `until`
+    values: tuple[str, ...] = ()  # the allowed texts, if only some are allowed
+    least: int | None = None  # the lowest allowed value, if it is a whole number with a lower bound
+    default: Any = None  # the value that a broker assumes for a queue without it; None if there is none
+    default_since: tuple[int, ...] = ()  # the first version with that default
+    with_policies: bool = False  # the doctor checks it with policies and other queues, instead of with the linter
+    field: str = ""  # of `Queue`; empty if there is none
+    field_range: tuple[int, int] | None = None  # that the field accepts, if it is a whole number
+    encode: Callable[[str, Any], object] | None = None  # makes its value of the field's name and value
 
     def default_on(self, version: tuple[int, ...]) -> Any:
         """Return the value that a broker of `version` assumes without the argument."""
