@@ -50,15 +50,11 @@ class ChannelTable:
 
     Args:
         reader: The reader of the connection's input.
-
-    Attributes:
-        channel_max: The negotiated number of channels, set when the connection is open.
-        read_throttle: The connection's throttle, which follows the consumers of its channels.
     """
 
     def __init__(self, reader: InboundReader) -> None:
-        self.channel_max = 0
-        self.read_throttle = ReadThrottle()
+        self.channel_max = 0  # the negotiated number of channels, set when the connection is open
+        self.read_throttle = ReadThrottle()  # follows the consumers of the channels
         self._reader = reader
         self._channels: dict[int, Channel] = {}
         self._last_number = 0
@@ -111,14 +107,7 @@ class ChannelTable:
 
 
 class Channel:
-    """A channel of a connection, made by `ChannelTable.open`. On the loop only.
-
-    Attributes:
-        number: The channel's number on the connection.
-        generation: A number that is unique among all channels of the same owner.
-        step_refused: Whether the broker closed the channel over the step that was to be answered next. It also closes
-            it over a publish or an ack, and without a method, for example if an ack is overdue.
-    """
+    """A channel of a connection, made by `ChannelTable.open`. On the loop only."""
 
     def __init__(
         self,
@@ -130,8 +119,10 @@ class Channel:
         sink: ChannelSink,
         events: LinkEvents,
     ) -> None:
-        self.number = number
-        self.generation = generation
+        self.number = number  # on the connection
+        self.generation = generation  # unique among all channels of the same owner
+        # Whether the broker closed the channel over the step that was to be answered next. It also closes it over a
+        # publish or an ack, and without a method, for example if an ack is overdue.
         self.step_refused = False
         self._write = write
         self._reader = reader

@@ -102,11 +102,6 @@ class Connector:
         output: The object through which the client writes. Each change of the state sets its functions.
         reconnect_policy: The policy that decides when to try which host again. No other connector may use it.
         on_ended: A callable that is called once, after `close`, when every socket is closed.
-
-    Attributes:
-        callback_errors: The number of exceptions that callbacks raised.
-        tokens: The counts of renewed tokens.
-        peer: The address of the last connected host; None before the first connection, or if it is unknown.
     """
 
     def __init__(
@@ -122,7 +117,7 @@ class Connector:
         output: Output,
         on_ended: Callable[[], None],
     ) -> None:
-        self.callback_errors = 0
+        self.callback_errors = 0  # exceptions that callbacks raised
         self._loop = loop
         self._open_link = open_link
         self._name = name
@@ -147,7 +142,7 @@ class Connector:
             unneeded=self._call_for_credentials,
         )
         self.tokens = self._renewer.statistics
-        self.peer: Endpoint | None = None
+        self.peer: Endpoint | None = None  # the address of the last connected host, if it is known
         self._link: BaseLink | None = None
         self._dying: set[BaseLink] = set()  # aborted links whose sockets are not closed yet
         self._channel: Channel | None = None

@@ -32,31 +32,20 @@ _NO_CHANNEL = b"\0\0"
 
 
 class BaseLink:
-    """An attempt to connect, and the connection if it succeeds. On its loop only.
+    """An attempt to connect, and the connection if it succeeds. On its loop only."""
 
-    Attributes:
-        write: A callable that sends whole frames in one piece. It does nothing on a link that has ended.
-        write_buffer_size: A callable that returns the number of bytes that the kernel has not accepted yet;
-            `TAKES_NOTHING` if ``write`` does nothing.
-        on_read: A callable to call after every read, once all its frames have been passed on.
-        frame_max: The negotiated maximum size of a frame, in bytes, once the link is open.
-        server: The broker's server properties, once the link is open.
-        aborted: The reason of the abort, if there was one.
-        closed_with: The code and text of the broker's ``connection.close``, if the broker sent one.
-    """
-
-    write: Callable[[bytes], None]
-    write_buffer_size: Callable[[], int]
-    frame_max: int
-    server: ServerInfo
+    write: Callable[[bytes], None]  # sends whole frames in one piece; does nothing on a link that has ended
+    write_buffer_size: Callable[[], int]  # the bytes that the kernel has not accepted; see `Output`
+    frame_max: int  # the negotiated maximum size of a frame, in bytes, once the link is open
+    server: ServerInfo  # once the link is open
 
     def __init__(self, attempt: ConnectAttempt, events: LinkEvents) -> None:
         self.endpoint = attempt.endpoint
         self.aborted: Aborted | None = None
-        self.closed_with: tuple[int, str] | None = None
+        self.closed_with: tuple[int, str] | None = None  # the code and text of the broker's ``connection.close``
         self.reader = InboundReader(self._on_foreign_frame, Delivery)
         self.channels = ChannelTable(self.reader)
-        self.on_read: Callable[[], None] = do_nothing
+        self.on_read: Callable[[], None] = do_nothing  # to call when all frames of a read have been passed on
         self._events = events
         self._closed_over = (0, 0)
 

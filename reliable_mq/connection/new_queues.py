@@ -74,13 +74,10 @@ class QueueRecord:
     Args:
         virtual_host: The connection's virtual host.
         grace: The time for which a queue is new, in seconds; 0 to record nothing.
-
-    Attributes:
-        queues: The new queues on the broker and virtual host of the last connection.
     """
 
     def __init__(self, virtual_host: str, grace: float) -> None:
-        self.queues: NewQueues = NewQueues()
+        self.queues: NewQueues = NewQueues()  # on the broker of the last connection
         self._virtual_host = virtual_host
         self._grace = grace
         self._server: ServerInfo | None = None  # of the last ready channel; each connection has another object

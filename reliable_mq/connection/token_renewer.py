@@ -54,9 +54,6 @@ class TokenRenewer:
         is_blocked: A callable that returns whether the broker has blocked the connection.
         unneeded: A callable that is called when a token comes too late for its connection. The next connection may have
             waited for the call to end.
-
-    Attributes:
-        statistics: The counts of renewals.
     """
 
     def __init__(

@@ -64,11 +64,7 @@ class _Handling(NamedTuple):
 
 
 class ConsumerTracer:
-    """A factory of the spans of one consumer. Thread-safe.
-
-    Attributes:
-        exemplars: Traced handler times, without counts.
-    """
+    """A factory of the spans of one consumer. Thread-safe."""
 
     def __init__(self, tracing: Tracing, *, name: str, queue: str, endpoints: Sequence[Endpoint]) -> None:
         self._tracing = tracing
@@ -81,7 +77,7 @@ class ConsumerTracer:
             **conventions.server(endpoints),
         }
         self._destination = lru_cache(_DESTINATIONS_KEPT)(partial(_destination, queue))
-        self.exemplars = Histogram()
+        self.exemplars = Histogram()  # traced handler times, without counts
 
     # Handlers
 

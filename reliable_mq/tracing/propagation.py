@@ -230,14 +230,10 @@ class _PassedOnSpan(NonRecordingSpan):
     """The span of an unsampled message. Its context is decoded when it is needed.
 
     It is created without calling ``__init__``, because every message needs one.
-
-    Attributes:
-        properties: The encoded properties, with a context in W3C's format.
-        at: The position of the header ``traceparent`` in the properties.
     """
 
-    properties: bytes
-    at: int = _USUAL_PLACE
+    properties: bytes  # with a context in W3C's format
+    at: int = _USUAL_PLACE  # the position of the header ``traceparent`` in the properties
     _decoded: SpanContext | None = None
 
     def undecoded(self) -> bytes | None:
@@ -272,16 +268,11 @@ def ids_of(context: SpanContext) -> dict[str, str]:
 
 
 class AttemptContext(str):
-    """The text by which the next attempt finds the span of this one.
-
-    Attributes:
-        span: The context of that span.
-        message: The sampled context that the message carries, or None.
-    """
+    """The text by which the next attempt finds the span of this one."""
 
     __slots__ = ("message", "span")
 
-    message: SpanContext | None
+    message: SpanContext | None  # the sampled context that the message carries, or None
     span: SpanContext
 
     def __new__(cls, span: SpanContext, message: SpanContext | None) -> Self:

@@ -219,22 +219,17 @@ class SendTrace:
     Args:
         plain_head: The head with ``traceparent`` and no other header. None if ``headers`` is given instead.
         headers: The headers to set on the message if there is no ``plain_head``.
-
-    Attributes:
-        recording: Whether the trace has a span to end.
-        ids: The ids of the span, for logs and exemplars. Empty without a span.
-        plain_head: The start of the encoded properties of a message with these headers and an id, up to the id.
-        context: The context whose messages share this trace. None if the trace belongs to one message.
     """
 
     __slots__ = ("_headers", "context", "plain_head")
 
-    recording: bool = False
-    ids: Mapping[str, str] = _NOTHING
+    recording: bool = False  # whether there is a span to end
+    ids: Mapping[str, str] = _NOTHING  # of the span, for logs and exemplars
 
     def __init__(self, plain_head: bytes | None, headers: Mapping[str, str] = _NOTHING) -> None:
-        self.context: Context | None = None
+        self.context: Context | None = None  # whose messages share this trace; None if it belongs to one message
         self._headers = headers if plain_head is None else None
+        # The start of the encoded properties of a message with these headers and an id, up to the id.
         self.plain_head = plain_properties_head(headers) if plain_head is None else plain_head
 
     @property

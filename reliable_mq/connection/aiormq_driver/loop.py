@@ -26,10 +26,6 @@ class EventLoop:
 
     Args:
         on_error: A callable that is called on the loop with every exception that a callback raises.
-
-    Attributes:
-        addresses: The order in which links try the addresses of their hosts.
-        stalled: The total length of stalls of the loop that endangered heartbeats, in seconds.
     """
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
@@ -37,8 +33,8 @@ class EventLoop:
         self._context = copy_context()
         self.on_error = on_error
         self.tasks: set[asyncio.Task[None]] = set()
-        self.addresses = AddressOrder()
-        self.stalled = 0.0
+        self.addresses = AddressOrder()  # in which links try the addresses of their hosts
+        self.stalled = 0.0  # the total length of stalls of the loop that endangered heartbeats, in seconds
 
     def call_soon(self, fn: Callable[[], None]) -> None:
         """Run `fn` on the loop. Do nothing if the loop is closed. Thread-safe."""

@@ -67,16 +67,13 @@ class EventLoop(IOLoop):  # type: ignore[misc]  # pika has no types
 
     Args:
         on_error: A callable that is called on the loop with every exception that a callback raises.
-
-    Attributes:
-        addresses: The order in which links try the addresses of their hosts.
     """
 
     _callbacks: Any  # pika's queue of calls
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         super().__init__()
-        self.addresses = AddressOrder()
+        self.addresses = AddressOrder()  # in which links try the addresses of their hosts
         self.on_error = on_error
         waker = SelfPipe()
         self._waker: SelfPipe | None = waker
