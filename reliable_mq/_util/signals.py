@@ -74,14 +74,10 @@ def stop_signals_handled(by: Callable[[int, FrameType | None], object]) -> Itera
 
 
 class ReplacedHandlers:
-    """The signal handlers to restore. For the main thread.
-
-    Args:
-        on_loop: Whether the new handlers belong to an event loop, which signals wake by a descriptor.
-    """
+    """The signal handlers to restore. For the main thread."""
 
     def __init__(self, *, on_loop: bool = False) -> None:
-        self._on_loop = on_loop
+        self._on_loop = on_loop  # the new handlers belong to an event loop, which signals wake by a descriptor
         # Signal -> handler. Python's own handlers are of several types, and of different ones in each version.
         self._before: dict[int, Any] = {}
         self._after: dict[int, Any] = {}

@@ -46,11 +46,7 @@ _MANY_BYTES = 64 * 1024  # a read of this size is worth a turn of the loop
 
 
 class ChannelTable:
-    """The channels of one connection, by number.
-
-    Args:
-        reader: The reader of the connection's input.
-    """
+    """The channels of one connection, by number."""
 
     def __init__(self, reader: InboundReader) -> None:
         self.channel_max = 0  # the negotiated number of channels, set when the connection is open
@@ -213,12 +209,8 @@ class Channel:
 class SetupRunner:
     """A runner of a generator's steps, on one channel after another. On the loop only.
 
-    Args:
-        generator: The generator that yields the steps.
-        done: A callable for the generator's result, or the exception that ended it. It is called exactly once, unless
-            the runner is dropped.
-        answered: A callable that is called at every reply of the broker.
-        in_line: A callable that returns whether the steps wait behind work that has a time limit of its own.
+    The generator's result, or the exception that ended it, is passed to ``done`` exactly once, unless the runner is
+    dropped.
     """
 
     def __init__(
@@ -228,10 +220,10 @@ class SetupRunner:
         answered: Callable[[], None],
         in_line: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.in_line = in_line
+        self.in_line = in_line  # whether the steps wait behind work that has a time limit of its own
         self._generator = generator
         self._done: Callable[[Any], None] | None = done
-        self._answered = answered
+        self._answered = answered  # called at every reply of the broker
         self._waiting: Step | Pipeline | None = None  # the step that waits for another channel
         self._replies: list[MethodReply] = []  # the replies to the pipeline that was sent
         self._step: Step | Pipeline | None = None  # the step that was sent last
@@ -336,16 +328,7 @@ def data_arrives(before: int, received: int) -> bool:
 
 
 class StepQueue:
-    """A queue of generators of steps for a ready channel. On the loop only.
-
-    Args:
-        loop: The connection's loop.
-        usual: The time limit for most generators, in seconds. A step that needs longer extends it.
-        channel: A callable that returns the ready channel, if there is one.
-        is_blocked: A callable that returns whether the broker has blocked the connection, and so does not reply.
-        bytes_received: A callable that returns the number of bytes read from the connection so far.
-        discard: A callable that aborts the connection.
-    """
+    """A queue of generators of steps for a ready channel. On the loop only."""
 
     def __init__(
         self,
@@ -358,9 +341,9 @@ class StepQueue:
         discard: Callable[[str], None],
     ) -> None:
         self._loop = loop
-        self._usual = usual
-        self._channel = channel
-        self._is_blocked = is_blocked
+        self._usual = usual  # the time limit for most replies, in seconds
+        self._channel = channel  # the ready channel, if there is one
+        self._is_blocked = is_blocked  # a broker that has blocked the connection does not reply
         self._bytes_received = bytes_received
         self._discard = discard
         self._runners: deque[SetupRunner] = deque()  # the first one is running

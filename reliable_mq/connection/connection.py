@@ -90,19 +90,7 @@ del _S
 
 
 class Connector:
-    """A connection with one channel, which reconnects. Call its methods on the loop.
-
-    Args:
-        loop: The loop to run on.
-        open_link: The driver's constructor of links.
-        name: The connection's name in log lines, and on the broker unless `settings` has one.
-        settings: The hosts, credentials, TLS options and tuning.
-        setup: A callable that returns the steps to perform before a channel is ready. It is called once per attempt.
-        client: The connection's owner, which receives every event.
-        output: The object through which the client writes. Each change of the state sets its functions.
-        reconnect_policy: The policy that decides when to try which host again. No other connector may use it.
-        on_ended: A callable that is called once, after `close`, when every socket is closed.
-    """
+    """A connection with one channel, which reconnects. Call its methods on the loop."""
 
     def __init__(
         self,
@@ -120,14 +108,14 @@ class Connector:
         self.callback_errors = 0  # exceptions that callbacks raised
         self._loop = loop
         self._open_link = open_link
-        self._name = name
+        self._name = name  # in log lines, and on the broker unless `settings` has one
         self._settings = settings
-        self._setup = setup
+        self._setup = setup  # called once per attempt; returns the steps to perform before a channel is ready
         self._client = client
-        self._output = output
+        self._output = output  # each change of the state sets its functions
         output.write, output.write_buffer_size = do_nothing, takes_nothing
-        self._reconnect_policy = reconnect_policy
-        self._on_ended = on_ended
+        self._reconnect_policy = reconnect_policy  # no other connector may use it
+        self._on_ended = on_ended  # called once, after `close`, when every socket is closed
         self._state = ConnectionState.WAITING  # changed only by `_enter`
         self._timer: TimerHandle | None = None  # the state's timer
         # Tracks the calls of the credentials callback, with a time limit slightly below the attempt's.

@@ -32,15 +32,11 @@ class Aborted(Exception):
 
 
 class Unreachable(OSError):
-    """No address of a host could be connected to.
-
-    Args:
-        failures: Each address that was tried, and how it failed. At least one.
-    """
+    """No address of a host could be connected to."""
 
     def __init__(self, failures: Sequence[tuple[str, BaseException]]) -> None:
         super().__init__("no address could be connected to")
-        self.failures = failures
+        self.failures = failures  # each address that was tried, and how it failed; at least one
 
 
 def unreachable(host: str, failures: Sequence[tuple[str, BaseException]]) -> BaseException:

@@ -39,16 +39,11 @@ PATIENCE: Final = 60.0  # seconds
 
 
 class Lookup:
-    """The wait of one caller for the addresses of a host.
-
-    Args:
-        call_soon: A thread-safe callable that runs a call on the loop of the caller.
-        done: A callable for the answer, which is called on the loop.
-    """
+    """The wait of one caller for the addresses of a host."""
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], object], done: Callable[[Found], None]) -> None:
-        self._call_soon = call_soon
-        self._done: Callable[[Found], None] | None = done
+        self._call_soon = call_soon  # thread-safe; runs a call on the loop of the caller
+        self._done: Callable[[Found], None] | None = done  # called with the answer, on the loop
 
     @property
     def is_wanted(self) -> bool:

@@ -69,17 +69,12 @@ class SharedNewQueues(NewQueues):
 
 
 class QueueRecord:
-    """A record of the new queues of one connection. On its loop only.
-
-    Args:
-        virtual_host: The connection's virtual host.
-        grace: The time for which a queue is new, in seconds; 0 to record nothing.
-    """
+    """A record of the new queues of one connection. On its loop only."""
 
     def __init__(self, virtual_host: str, grace: float) -> None:
         self.queues: NewQueues = NewQueues()  # on the broker of the last connection
         self._virtual_host = virtual_host
-        self._grace = grace
+        self._grace = grace  # the seconds for which a queue is new; 0 to record nothing
         self._server: ServerInfo | None = None  # of the last ready channel; each connection has another object
         self._new_before: list[str] = []  # the new queues when the channel was lost
 

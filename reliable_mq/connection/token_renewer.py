@@ -43,18 +43,7 @@ _TRY_EVERY: Final = 1.0  # seconds between two tries while an earlier call of th
 
 
 class TokenRenewer:
-    """A renewer of tokens, for one connection after the other. On its loop only.
-
-    Args:
-        name: The connection's name, for log lines.
-        loop: The loop to run on.
-        settings: The settings of the connection.
-        calls: The calls of the credentials callback, shared with the connects so that hung calls count for both.
-        discard: A callable that aborts the connection.
-        is_blocked: A callable that returns whether the broker has blocked the connection.
-        unneeded: A callable that is called when a token comes too late for its connection. The next connection may have
-            waited for the call to end.
-    """
+    """A renewer of tokens, for one connection after the other. On its loop only."""
 
     def __init__(
         self,
@@ -71,10 +60,10 @@ class TokenRenewer:
         self._name = name
         self._loop = loop
         self._settings = settings
-        self._calls = calls
+        self._calls = calls  # shared with the connects, so that hung calls count for both
         self._discard = discard
         self._is_blocked = is_blocked
-        self._unneeded = unneeded
+        self._unneeded = unneeded  # for a token that comes too late: the next connection may have waited for the call
         self._renewal = TokenRenewal()
         self._link: BaseLink | None = None
         self._timer: TimerHandle | None = None

@@ -22,16 +22,12 @@ __all__ = ["EventLoop"]
 
 
 class EventLoop:
-    """The running asyncio loop, for one connection after the other.
-
-    Args:
-        on_error: A callable that is called on the loop with every exception that a callback raises.
-    """
+    """The running asyncio loop, for one connection after the other."""
 
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self.asyncio = asyncio.get_running_loop()
         self._context = copy_context()
-        self.on_error = on_error
+        self.on_error = on_error  # called on the loop with every exception that a callback raises
         self.tasks: set[asyncio.Task[None]] = set()
         self.addresses = AddressOrder()  # in which links try the addresses of their hosts
         self.stalled = 0.0  # the total length of stalls of the loop that endangered heartbeats, in seconds

@@ -64,9 +64,6 @@ class EventLoop(IOLoop):  # type: ignore[misc]  # pika has no types
     """pika's I/O loop, which an exception of a callback does not end.
 
     The loop outlives its links, so that no queued call is lost with a connection.
-
-    Args:
-        on_error: A callable that is called on the loop with every exception that a callback raises.
     """
 
     _callbacks: Any  # pika's queue of calls
@@ -74,7 +71,7 @@ class EventLoop(IOLoop):  # type: ignore[misc]  # pika has no types
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         super().__init__()
         self.addresses = AddressOrder()  # in which links try the addresses of their hosts
-        self.on_error = on_error
+        self.on_error = on_error  # called on the loop with every exception that a callback raises
         waker = SelfPipe()
         self._waker: SelfPipe | None = waker
         super().add_handler(waker.fileno(), lambda _fd, _events: waker.clear(), self.READ)
