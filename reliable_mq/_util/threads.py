@@ -155,8 +155,6 @@ def _shut(connection: Any) -> None:
 
 @dataclass(slots=True)
 class _Wait:
-    """The wait for a call."""
-
     returned: bool = False
     given_up: bool = False
 
@@ -524,11 +522,9 @@ class Condition(threading.Condition):
         return lock
 
     def __enter__(self) -> NoReturn:
-        """Raise TypeError: a block must enter the lock."""
         raise TypeError("enter the lock of the condition")
 
     def __exit__(self, *_: object) -> NoReturn:
-        """Raise TypeError: a block must leave the lock."""
         raise TypeError("leave the lock of the condition")
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -554,15 +550,12 @@ class InterruptibleEvent:
         self._set = False
 
     def is_set(self) -> bool:
-        """Return whether the event is set."""
         return self._set
 
     def clear(self) -> None:
-        """Unset the event."""
         self._set = False
 
     def set(self) -> None:
-        """Set the event and wake all waiting threads."""
         self._set = True
         with self._lock:
             self._changed.notify_all()

@@ -9,7 +9,6 @@ __all__ = ["OWN_VERSION", "client_properties", "own_version"]
 
 
 def own_version() -> str:
-    """Return the version of this package."""
     try:
         return version("reliable-mq")
     except PackageNotFoundError:  # a source tree that is not installed

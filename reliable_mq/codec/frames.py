@@ -39,7 +39,6 @@ _BASIC: Final = 60
 
 
 def method_frame(channel: int, class_id: int, method_id: int, arguments: bytes) -> bytes:
-    """Encode the frame of a method."""
     return _METHOD.pack(1, channel, 4 + len(arguments), class_id, method_id) + arguments + _END
 
 

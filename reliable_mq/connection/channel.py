@@ -240,7 +240,6 @@ class SetupRunner:
 
     @property
     def begun(self) -> bool:
-        """Whether a step was sent."""
         return self._step is not None
 
     @property
@@ -361,11 +360,9 @@ class StepQueue:
             self._loop.call_soon(self._start)
 
     def refuse(self, code: int, text: str) -> None:
-        """Throw the broker's refusal into the running generator."""
         self._runners[0].refuse(code, text)
 
     def fail_all(self, error: Exception) -> None:
-        """End all steps with an error."""
         while self._runners:
             self._runners[0].fail(error)
 

@@ -86,12 +86,10 @@ class BaseLink:
         self.channels.channel_max = channel_max
 
     def report_opened(self, server_properties: Mapping[str, object] | None) -> None:
-        """Report the end of the AMQP handshake."""
         self.server = ServerInfo.of(server_properties or {})
         self._events.link_opened(self)
 
     def report_closed(self, error: BrokerUnavailable) -> None:
-        """Report the end of the link."""
         code, text = self.closed_with or (None, str(error))
         loss = ConnectionLoss(code, text, "connection", self.closed_with is not None, over=self._closed_over)
         self._events.link_closed(self, error, loss)

@@ -47,7 +47,6 @@ class Lookup:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the caller waits for the answer."""
         return self._done is not None
 
     def cancel(self) -> bool:
@@ -67,8 +66,6 @@ class Lookup:
 
 @dataclass(slots=True)
 class _Host:
-    """A host and port that are looked up."""
-
     waiting: list[Lookup] = field(default_factory=list)
     running: int = 0  # lookups
     again_at: float = 0.0  # when the next lookup may begin

@@ -403,7 +403,6 @@ class ConsumerTracer:
 
 
 def _destination(queue: str, exchange: str, routing_key: str) -> dict[str, Any]:
-    """Return the attributes of a destination."""
     attributes = {conventions.DESTINATION: conventions.consumed_from(exchange, routing_key, queue)}
     if routing_key:
         attributes[conventions.ROUTING_KEY] = conventions.exportable(routing_key)

@@ -276,7 +276,6 @@ class AttemptContext(str):
     span: SpanContext
 
     def __new__(cls, span: SpanContext, message: SpanContext | None) -> Self:
-        """Create the text."""
         flags = int(span.trace_flags)
         text = f"00-{format_trace_id(span.trace_id)}-{format_span_id(span.span_id)}-{flags:02x}"
         self = super().__new__(cls, text)

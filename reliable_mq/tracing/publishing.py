@@ -207,7 +207,6 @@ def _destination(
 
 
 def _have_types(message: object, exchange: object, routing_key: object) -> bool:
-    """Return whether the arguments of a publish have the types that it accepts."""
     return isinstance(message, Message) and isinstance(exchange, str) and isinstance(routing_key, str)
 
 
@@ -343,7 +342,6 @@ class RecordedTrace(SendTrace):
 
 
 def with_headers(message: Message, headers: Mapping[str, str]) -> Message:
-    """Return a copy of a message with additional headers."""
     return Message.from_wire(message.body, encode_properties(message, headers)) if headers else message
 
 

@@ -235,7 +235,6 @@ class Link(BaseLink):
         raise unreachable(self.endpoint.host, failures)
 
     async def _addresses(self) -> list[Any]:
-        """Look up the addresses of the host."""
         answer: asyncio.Future[Any] = self._loop.asyncio.create_future()
 
         def found(result: Any) -> None:

@@ -42,11 +42,9 @@ class EventLoop:
         self.asyncio.call_soon(self.guard, fn, context=self._context.copy())
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` on the loop in `delay` seconds."""
         return self.asyncio.call_later(max(0.0, delay), self.guard, fn, context=self._context.copy())
 
     def guard(self, fn: Callable[..., None], *args: object) -> None:
-        """Call `fn`, and report its exception."""
         try:
             fn(*args)
         except Exception as error:  # noqa: BLE001  # whatever it is, the loop goes on

@@ -41,7 +41,6 @@ class SelfPipe:
         self._writer.setblocking(False)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable."""
         return self._reader.fileno()
 
     def wake(self) -> None:
@@ -104,7 +103,6 @@ class EventLoop(IOLoop):  # type: ignore[misc]  # pika has no types
         return True
 
     def call_later(self, delay: float, fn: Callable[[], None]) -> TimerHandle:
-        """Run `fn` on the loop in `delay` seconds."""
         handle: TimerHandle = _TimerHandle(super().call_later(max(0.0, delay), partial(self._guard, fn)), self)
         return handle
 
