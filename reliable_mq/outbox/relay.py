@@ -197,7 +197,7 @@ class OutboxWriter(_OutboxThread, Generic[T]):
             failure = self._failure(error)
             self._report(messages, failure)  # first, because another write may take as long again
             if messages and settlements and not failure.may_have_arrived:
-                self._write_settlements()  # on a full disk, they may succeed without the messages
+                self._write([])  # on a full disk, the outcomes may succeed without the messages
             elif settlements:
                 self._settle_later(failure)
         else:
@@ -214,15 +214,6 @@ class OutboxWriter(_OutboxThread, Generic[T]):
         failure.may_have_arrived = True  # it is unknown how far the write got
         failure.__cause__ = error
         return failure
-
-    def _write_settlements(self) -> None:
-        settlements = self._settlements
-        try:
-            self._write_now([], settlements)
-        except Exception as error:  # noqa: BLE001  # logged, where no outbox may raise it
-            self._settle_later(self._failure(error))
-        else:
-            self._settled(settlements)
 
     def _write_now(self, rows: list[NewRow], settlements: list[RowSettlement]) -> None:
         if self._abandoned.is_set():  # the path or the database may be another one when it is opened again
