@@ -330,7 +330,7 @@ class OutboxRelay(_OutboxThread):
         self._limit = limit
         self._max_bytes = max_bytes
         self._session = RelaySession(limit, max_bytes)
-        self._leases: RowLeases | None = None
+        self._leases: RowLeases  # set by ``start``
         self._wake = InterruptibleEvent()
         self._lock = threading.Lock()  # for _written
         self._written: list[RowSettlement] = []
@@ -383,11 +383,6 @@ class OutboxRelay(_OutboxThread):
         return min((since for since in waits if since is not None), default=None)
 
     @property
-    def outstanding(self) -> int:
-        """The number of rows being published or whose outcome is being written."""
-        return self._outstanding + self._unwritten
-
-    @property
     def own_status(self) -> RelayStatus:
         """The state of the relay itself."""
         since = self.unanswered_since
@@ -401,46 +396,36 @@ class OutboxRelay(_OutboxThread):
     # On the relay's thread
 
     def _run(self) -> None:
-        leases = self._leases
-        assert leases is not None  # noqa: S101  # start() was given it
         try:
-            self._connect()
+            self._attempt(self._publisher.connect)
             while not self._ended():
                 self._wake.clear()
-                try:
-                    moved = self._turn(leases)
-                except ReliableMQError as error:
-                    moved = False
-                    self._pause(error)
-                except Exception as error:
-                    moved = False
-                    logger.exception("unexpected error in the relay of %r; the relay continues", self._outbox)
-                    self._pause(error)
-                if not moved:
-                    self._wait(leases)
+                if not self._attempt(self._turn):
+                    self._wait()
         finally:
             self._session.stopped()  # the timeout of `stop` may have left no time for another turn
-            self._decide(leases)
+            self._decide()
             self._at_end()
             try:
-                leases.close()
+                self._leases.close()
             except ReliableMQError:
                 logger.exception("failed to release the rows of %r", self._outbox)
             self._count.wait()  # it would open the outbox again if that is closed
             self._released()
 
-    def _connect(self) -> None:
+    def _attempt(self, step: Callable[[], T]) -> T | None:
+        """Return the result of a step, or pause after an error and return None."""
         try:
-            self._publisher.connect()
-        except ReliableMQError as error:
-            self._pause(error)
+            return step()
         except Exception as error:
-            logger.exception("unexpected error in the relay of %r; the relay continues", self._outbox)
+            if not isinstance(error, ReliableMQError):
+                logger.exception("unexpected error in the relay of %r; the relay continues", self._outbox)
             self._pause(error)
+            return None
 
-    def _turn(self, leases: RowLeases) -> bool:
+    def _turn(self) -> bool:
         """Do all work that is due; return whether any row moved."""
-        session = self._session
+        session, leases = self._session, self._leases
         with self._lock:
             written, self._written = self._written, []
         if written:
@@ -483,15 +468,15 @@ class OutboxRelay(_OutboxThread):
         self._count.update(now)
         if stopping:
             session.stopped()
-        self._decide(leases)  # before rows are taken, so that rows held by these outcomes are not taken
+        self._decide()  # before rows are taken, so that rows held by these outcomes are not taken
         if not stopping and now >= self._paused_until:
-            taken = self._take(leases, now)
-            self._decide(leases)
+            taken = self._take(now)
+            self._decide()
         if session.ready and not stopping and now >= self._paused_until:
             self._send(session.ready)
         return bool(written or settled or taken)
 
-    def _take(self, leases: RowLeases, now: float) -> int:
+    def _take(self, now: float) -> int:
         session = self._session
         kept = self._publisher.kept()
         space = self._limit - self._outstanding - self._unwritten - session.waiting - len(session.ready) - kept.rows
@@ -502,7 +487,7 @@ class OutboxRelay(_OutboxThread):
             return 0
         self._take_at = now + self._outbox.poll_interval  # unless `wake` is called earlier
         with self._count.outbox_called():
-            batch = leases.take(min(space, _ROWS_PER_TAKE), session.suspects_to_take(kept))
+            batch = self._leases.take(min(space, _ROWS_PER_TAKE), session.suspects_to_take(kept))
         if batch.rows or batch.damaged:
             self._take_at = 0.0
         elif not self._outstanding:
@@ -528,7 +513,7 @@ class OutboxRelay(_OutboxThread):
             self._outstanding += len(rows)
             self._publisher.send(rows)
 
-    def _decide(self, leases: RowLeases) -> None:
+    def _decide(self) -> None:
         settlements = self._session.settlements
         if not settlements:
             return
@@ -541,7 +526,7 @@ class OutboxRelay(_OutboxThread):
                 self.statistics.delayed += 1
             elif settlement.outcome is RowOutcome.CONFIRMED:
                 self.statistics.confirmed += 1
-        leases.decided(settlements)
+        self._leases.decided(settlements)
         if not self._unwritten:
             self._written_at = time.monotonic()
         self._unwritten += len(settlements)
@@ -560,9 +545,9 @@ class OutboxRelay(_OutboxThread):
         if self._pause_log.count():
             logger.error("cannot publish from %r for now, trying again: %s", self._outbox, error)
 
-    def _wait(self, leases: RowLeases) -> None:
+    def _wait(self) -> None:
         now = time.monotonic()
-        longest = min(max(self._outbox.poll_interval, self._paused_until - now), _TURN_EVERY, leases.keep_every)
+        longest = min(max(self._outbox.poll_interval, self._paused_until - now), _TURN_EVERY, self._leases.keep_every)
         if self._due:
             longest = min(longest, max(self._due[0] - now, 0.0))
         self._publisher.watch(self._wake.set)
