@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from reliable_mq._util.validation import is_text, is_whole_number
+from reliable_mq._util.validation import is_text
 from reliable_mq.core.outbox import NewRow, OutboxRow, RowSettlement
 from reliable_mq.core.statistics import OutboxStatus
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message
 
 __all__ = [
+    "LARGEST_NUMBER",
     "FailedRow",
     "Outbox",
     "OutboxStatus",
     "RowBatch",
     "RowLeases",
     "check_ids",
-    "check_number",
     "check_target",
     "failed_row",
     "ordering_by",
+    "portions",
     "text_or_bytes",
 ]
+
+T = TypeVar("T")
+
+LARGEST_NUMBER: Final = 2**63 - 1
+"""The largest number of rows, and the largest id of a row."""
+
+_ITEMS_PER_STATEMENT: Final = 500  # some databases allow only few bound parameters
 
 OrderingKey = Callable[["Message", str, str], "str | None"]
 """Returns the ordering key of a message, its exchange and its routing key; None for no order."""
@@ -193,13 +201,9 @@ def ordering_by(function: OrderingKey | None, message: Message, exchange: str, r
     Raises:
         ConfigurationError: If the function returns neither None nor text that can be encoded in UTF-8.
     """
-    if function is None:
-        return None
-    key = function(message, exchange, routing_key)
-    if key is not None and not isinstance(key, str):
-        raise ConfigurationError(f"ordering_key must give text or None, not {type(key).__name__}")
+    key = None if function is None else function(message, exchange, routing_key)
     if key is not None and not is_text(key):
-        raise ConfigurationError(f"ordering_key must give text that can be encoded, not {key!r}")
+        raise ConfigurationError(f"ordering_key must give text that can be encoded, or None, not {key!r}")
     return key
 
 
@@ -221,17 +225,6 @@ def failed_row(values: Sequence[Any], age: float) -> FailedRow:
     return FailedRow(message_id, exchange, routing_key, attempts, reason, max(age, 0.0))
 
 
-def check_number(field: str, value: object) -> int:
-    """Return a row count or a row id after checking it.
-
-    Raises:
-        ConfigurationError: If the value is not a whole number from 0 to 2**63 - 1.
-    """
-    if not is_whole_number(value, 0, 2**63 - 1):
-        raise ConfigurationError(f"{field} must be a whole number from 0 to 2**63 - 1, not {value!r}")
-    return value
-
-
 def check_ids(message_ids: Sequence[str] | None) -> list[str] | None:
     """Return message ids as a list, or None for all messages.
 
@@ -245,8 +238,12 @@ def check_ids(message_ids: Sequence[str] | None) -> list[str] | None:
         raise ConfigurationError(f"message_ids must be a sequence of ids, not one: [{message_ids!r}]")
     ids = list(message_ids)
     for message_id in ids:
-        if not isinstance(message_id, str):
-            raise ConfigurationError(f"message_ids must be texts, not {message_id!r}")
         if not is_text(message_id):
             raise ConfigurationError(f"message_ids must be texts that can be encoded, not {message_id!r}")
     return ids
+
+
+def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Split a list into portions that fit into one statement each."""
+    for start in range(0, len(items), _ITEMS_PER_STATEMENT):
+        yield items[start : start + _ITEMS_PER_STATEMENT]

@@ -33,21 +33,22 @@ from reliable_mq._util.sqlalchemy import (
     refuse_connection_in_autocommit,
     refuse_shared_connection,
 )
-from reliable_mq._util.validation import Duration, check_flag, is_text, seconds
+from reliable_mq._util.validation import Duration, check_flag, is_text, seconds, whole_number
 from reliable_mq.codec import publish_head
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.core.publisher.window import no_message
 from reliable_mq.errors import ConfigurationError, OutboxError, ReliableMQError, UsageError
 from reliable_mq.message import Message
 from reliable_mq.outbox.protocol import (
+    LARGEST_NUMBER,
     FailedRow,
     OutboxStatus,
     RowLeases,
     check_ids,
-    check_number,
     check_target,
     failed_row,
     ordering_by,
+    portions,
 )
 from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
 from reliable_mq.outbox.sqlalchemy_table import (
@@ -65,7 +66,6 @@ from reliable_mq.outbox.sqlalchemy_table import (
     exact_collation,
     limit_lock_waits,
     outbox_table,
-    portions,
     refuse_old_server,
     update_by_id,
 )
@@ -362,7 +362,7 @@ class SQLAlchemyOutbox(OfOneProcess):
         """Return the number of rows that will be published, and the id of the last row."""
         columns = self.table.c
         if up_to is not None:
-            check_number("up_to", up_to)
+            whole_number("up_to", up_to, 0, LARGEST_NUMBER)
 
         def work(connection: Connection) -> tuple[int, int]:
             last = connection.execute(sa.select(sa.func.coalesce(sa.func.max(columns.id), 0))).scalar_one()
@@ -404,7 +404,7 @@ class SQLAlchemyOutbox(OfOneProcess):
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Return the messages that are set aside, the oldest first."""
-        check_number("limit", limit)
+        whole_number("limit", limit, 0, LARGEST_NUMBER)
         columns = self.table.c
         names = ("message_id", "exchange", "routing_key", "attempts", "reason", "stored_at")
         query = sa.select(*(columns[name] for name in names)).where(self._is_set_aside())

@@ -52,7 +52,7 @@ from reliable_mq.core.outbox import (
 )
 from reliable_mq.core.statistics import PeakAverage
 from reliable_mq.errors import OutboxError
-from reliable_mq.outbox.protocol import RowBatch
+from reliable_mq.outbox.protocol import RowBatch, portions
 from reliable_mq.outbox.sqlalchemy_table import (
     DELAYED,
     READY,
@@ -62,7 +62,6 @@ from reliable_mq.outbox.sqlalchemy_table import (
     any_text,
     begin_taking,
     database_time,
-    portions,
     skips_locked,
     update_by_id,
 )

@@ -17,7 +17,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.dialects.mysql import DOUBLE, LONGBLOB, TEXT
@@ -49,13 +49,10 @@ __all__ = [
     "exact_collation",
     "limit_lock_waits",
     "outbox_table",
-    "portions",
     "refuse_old_server",
     "skips_locked",
     "update_by_id",
 ]
-
-T = TypeVar("T")
 
 READY: Final = 0
 DELAYED: Final = 1
@@ -80,7 +77,6 @@ LOCKS_WHAT_IT_READS: Final = frozenset(_MYSQL)
 _SKIP_LOCKED: Final = frozenset({"postgresql", "mysql", "mariadb", "oracle"})
 WALKS_AN_INDEX: Final = frozenset({"postgresql", "sqlite"})
 """Databases that need a recursive query to go from key to key in an index; others do so for GROUP BY."""
-_ITEMS_PER_STATEMENT: Final = 500  # some databases allow only few bound parameters
 _NAME: Final = 255  # AMQP's own limit, in bytes
 
 
@@ -247,9 +243,3 @@ def delete_by_id(table: sa.Table, dialect: Dialect) -> tuple[sa.Delete, sa.FromC
         return forced, row
     name = table.name.replace("`", "``")
     return sa.delete(table).prefix_with(f"/*+ INDEX(`{name}` PRIMARY) */"), table
-
-
-def portions(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Split a list into portions that fit into one statement each."""
-    for start in range(0, len(items), _ITEMS_PER_STATEMENT):
-        yield items[start : start + _ITEMS_PER_STATEMENT]

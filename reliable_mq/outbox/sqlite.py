@@ -30,18 +30,19 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.boottime import since_boot
 from reliable_mq._util.hooks import OfOneProcess
-from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, is_text, seconds
+from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, is_text, seconds, whole_number
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
 from reliable_mq.outbox.protocol import (
+    LARGEST_NUMBER,
     FailedRow,
     OutboxStatus,
     RowLeases,
     check_ids,
-    check_number,
     check_target,
     failed_row,
     ordering_by,
+    portions,
     text_or_bytes,
 )
 from reliable_mq.outbox.sqlite_file import (
@@ -102,7 +103,6 @@ _CHANGE: Final = """
     possible_duplicate = max(possible_duplicate, ?) WHERE id = ?
 """
 _SET_ASIDE: Final = "state > 0 AND state = 2 AND format <= ?"  # the first term is the condition of the partial index
-_IDS_PER_STATEMENT: Final = 500
 # The first row of each key that is set aside or unreadable. It holds the later rows of the key.
 _STUCK: Final = """
     WITH stuck (ordering_key, first) AS MATERIALIZED (
@@ -253,7 +253,7 @@ class SQLiteOutbox(OfOneProcess):
     def backlog(self, up_to: int | None = None) -> tuple[int, int]:
         """Return the number of rows that will be published, and the id of the last row."""
         if up_to is not None:
-            check_number("up_to", up_to)
+            whole_number("up_to", up_to, 0, LARGEST_NUMBER)
 
         def work(connection: sqlite3.Connection) -> tuple[int, int]:
             last = connection.execute("SELECT seq FROM sqlite_sequence WHERE name = 'outbox'").fetchone()
@@ -279,7 +279,7 @@ class SQLiteOutbox(OfOneProcess):
 
     def set_aside(self, limit: int = 100) -> list[FailedRow]:
         """Return the messages that are set aside, the oldest first."""
-        check_number("limit", limit)
+        whole_number("limit", limit, 0, LARGEST_NUMBER)
         query = (
             "SELECT message_id, exchange, routing_key, attempts, reason, ? - stored_at FROM outbox "  # noqa: S608
             f"WHERE {_SET_ASIDE} ORDER BY id LIMIT ?"
@@ -325,8 +325,7 @@ class SQLiteOutbox(OfOneProcess):
                 count = connection.execute(query, (FORMAT,)).rowcount
             else:
                 count = 0
-                for start in range(0, len(ids), _IDS_PER_STATEMENT):  # each reads all set-aside rows
-                    some = ids[start : start + _IDS_PER_STATEMENT]
+                for some in portions(ids):  # each statement reads all set-aside rows
                     wanted = f"{query} AND message_id IN ({', '.join('?' * len(some))})"
                     count += connection.execute(wanted, (FORMAT, *some)).rowcount
             if count:
