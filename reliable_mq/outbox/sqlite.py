@@ -43,7 +43,6 @@ from reliable_mq.outbox.protocol import (
     failed_row,
     ordering_by,
     portions,
-    text_or_bytes,
 )
 from reliable_mq.outbox.sqlite_file import (
     DiskReserve,
@@ -398,7 +397,7 @@ class SQLiteOutbox(OfOneProcess):
             try:
                 self._file.check()
                 if self._reader is None:
-                    self._reader = _connection(self._file.real, self._timeout)
+                    self._reader = self._file.connect(self._timeout)
                     self._reader.execute("PRAGMA query_only = ON")
                 return work(self._reader)
             except sqlite3.Error as error:
@@ -455,7 +454,7 @@ class SQLiteOutbox(OfOneProcess):
         if new:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         database = self._file.database()
-        connection = _connection(path, self._timeout)
+        connection = self._file.connect(self._timeout)
         try:
             connection.execute("BEGIN")
             self._own_identity(connection)  # before WAL mode, which the file would keep
@@ -513,12 +512,6 @@ class SQLiteOutbox(OfOneProcess):
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
         return _VERSION
-
-
-def _connection(path: str | Path, timeout: float) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, timeout=timeout, isolation_level=None, check_same_thread=False)
-    connection.text_factory = text_or_bytes  # a row may be damaged
-    return connection
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int]:

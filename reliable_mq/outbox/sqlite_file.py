@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from reliable_mq.errors import OutboxError
+from reliable_mq.outbox.protocol import text_or_bytes
 
 __all__ = ["DiskReserve", "OpenFile", "is_full", "needs_space_to_open", "outbox_error", "uncertain"]
 
@@ -42,6 +43,12 @@ class OpenFile:
     def __init__(self, path: Path) -> None:
         self.real = self._path = str(path)  # ``real`` is the path without links, from `check_file`
         self._noted: list[tuple[int, int]] | None = None
+
+    def connect(self, timeout: float) -> sqlite3.Connection:
+        """Return a new connection, which waits up to ``timeout`` seconds for others."""
+        connection = sqlite3.connect(self.real, timeout=timeout, isolation_level=None, check_same_thread=False)
+        connection.text_factory = text_or_bytes  # invalid UTF-8 in one row must not fail the others
+        return connection
 
     def database(self) -> tuple[int, int]:
         """Return the identity of the database file, to pass it to `note`."""

@@ -39,7 +39,7 @@ from reliable_mq.core.outbox import (
     damaged_row,
     row_from,
 )
-from reliable_mq.outbox.protocol import RowBatch, text_or_bytes
+from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlite_file import OpenFile, outbox_error
 
 __all__ = ["SQLiteRowLeases"]
@@ -254,10 +254,7 @@ class SQLiteRowLeases:
     def _connect(self) -> sqlite3.Connection:
         self._open_outbox()  # opening notes the log, which closing may have removed
         self._file.check()
-        connection = sqlite3.connect(
-            self._file.real, timeout=self._timeout, isolation_level=None, check_same_thread=False
-        )
-        connection.text_factory = text_or_bytes  # invalid UTF-8 in one row must not fail the others
+        connection = self._file.connect(self._timeout)
         try:
             if not self._began:  # an earlier relay may have published any row up to this one
                 (self._doubtful,) = connection.execute(_LAST).fetchone()
