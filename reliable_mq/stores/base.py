@@ -25,6 +25,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, Self, TypeAlias, TypeVar
 
@@ -237,13 +238,7 @@ class StoreBase(OfOneProcess):
                 seen.add(claim.key)
         return claims
 
-    def _complete_many(self, claims: Sequence[Claim]) -> Queries[list[bool]]:
-        return self._settled(claims, self._complete)
-
-    def _release_many(self, claims: Sequence[Claim], failed: bool) -> Queries[list[bool]]:
-        return self._settled(claims, lambda held: self._release(held, failed))
-
-    def _settled(
+    def _settle_many(
         self, claims: Sequence[Claim], settle: Callable[[Sequence[Held]], Queries[Collection[Held]]]
     ) -> Queries[list[bool]]:
         held = held_by(claims)
@@ -284,11 +279,11 @@ class SyncStore(StoreBase):
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Mark claims as done; see `IdempotencyStore.complete_many`."""
-        return drive(self._complete_many(claims), self._send)
+        return drive(self._settle_many(claims, self._complete), self._send)
 
     def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
         """Release claims; see `IdempotencyStore.release_many`."""
-        return drive(self._release_many(claims, failed), self._send)
+        return drive(self._settle_many(claims, partial(self._release, failed=failed)), self._send)
 
     def reset_many(self, keys: Sequence[str]) -> list[bool]:
         """Forget the failed attempts of keys; see `ResettableStore.reset_many`."""
@@ -336,11 +331,11 @@ class AsyncStore(StoreBase):
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
         """Mark claims as done; see `IdempotencyStore.complete_many`."""
-        return await self._run(self._complete_many(claims))
+        return await self._run(self._settle_many(claims, self._complete))
 
     async def release_many(self, claims: Sequence[Claim], *, failed: bool) -> list[bool]:
         """Release claims; see `IdempotencyStore.release_many`."""
-        return await self._run(self._release_many(claims, failed))
+        return await self._run(self._settle_many(claims, partial(self._release, failed=failed)))
 
     async def reset_many(self, keys: Sequence[str]) -> list[bool]:
         """Forget the failed attempts of keys; see `ResettableStore.reset_many`."""
