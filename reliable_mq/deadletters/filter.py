@@ -36,26 +36,19 @@ def age_in_seconds(text: str) -> float:
 class Filterable(Protocol):
     """The part of a `DeadMessage` that a filter reads."""
 
-    @property
-    def exception_type(self) -> str: ...
-
-    @property
-    def reason(self) -> str: ...
+    exception_type: str
+    reason: str
+    message_id: str | None
+    died_at: datetime | None
 
     @property
     def origin(self) -> Origin | None: ...
-
-    @property
-    def message_id(self) -> str | None: ...
 
     @property
     def fingerprint(self) -> str: ...
 
     @property
     def headers(self) -> Mapping[str, object]: ...
-
-    @property
-    def died_at(self) -> datetime | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
