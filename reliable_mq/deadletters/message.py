@@ -60,6 +60,7 @@ class DeadMessage:
     """One dead letter. Immutable.
 
     Attributes:
+        delivery: The delivery, unchanged.
         position: The message's position in the queue, from 1.
         body: The body.
         properties: The encoded properties, without RabbitMQ's counts of deliveries.
@@ -81,11 +82,11 @@ class DeadMessage:
     """
 
     __slots__ = (
-        "_delivery",
         "_original",
         "attempts",
         "body",
         "consumer",
+        "delivery",
         "delivery_count",
         "died_at",
         "exception_message",
@@ -108,7 +109,7 @@ class DeadMessage:
     def __init__(self, delivery: Delivery, position: int) -> None:
         view = Properties(delivery.properties)
         table = _headers_of(view)
-        self._delivery = delivery
+        self.delivery = delivery
         self.position = position
         self.body = delivery.body
         self.exchange, self.routing_key = delivery.exchange, delivery.routing_key
@@ -158,11 +159,6 @@ class DeadMessage:
         digest.update(len(properties).to_bytes(8))
         digest.update(self.body)
         return digest.hexdigest()[:32]
-
-    @property
-    def delivery(self) -> Delivery:
-        """The delivery, unchanged."""
-        return self._delivery
 
     @property
     def trace_id(self) -> str:
