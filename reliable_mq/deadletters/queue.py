@@ -39,11 +39,7 @@ from reliable_mq.deadletters.replay import (
     read_batches,
     warn_of_missing,
 )
-from reliable_mq.errors import (
-    ConfigurationError,
-    PublishError,
-    UsageError,
-)
+from reliable_mq.errors import ConfigurationError, PublishError, UsageError
 from reliable_mq.retry import RetryPolicy
 from reliable_mq.settings import ConnectionSettings, Credentials, CredentialsCallback
 from reliable_mq.stores.protocol import ResettableStore, check_reset_options
@@ -194,11 +190,19 @@ class DeadLetterQueue(OfOneProcess):
                 single active consumer, or if reading again might drop messages because of a delivery limit.
             UsageError: If another operation is in progress, or outside of the ``with`` block.
         """
+        if limit is not None:
+            whole_number("limit", limit, 1)
+        size = BATCH if limit is None or not chosen.everything else min(limit, BATCH)
+        given = 0
         with self._operation("browse"):
-            try:
-                yield from self._chosen(chosen, limit, progress)
-            finally:
-                self._channel.finish()
+            for batch in self._batches(progress, size):
+                now = datetime.now(UTC)
+                for message in batch:
+                    if chosen.matches(message, now):
+                        yield message
+                        given += 1
+                        if given == limit:
+                            return
 
     def statistics(self, chosen: Filter = _EVERYTHING, *, progress: Progress | None = None) -> Statistics:
         """Count dead letters by cause, queue and age. Raises the errors of `browse`."""
@@ -297,9 +301,9 @@ class DeadLetterQueue(OfOneProcess):
         if rate is not None and (not is_number(rate) or not 0 < rate <= 1e6):
             raise ConfigurationError(f"rate must be a number of messages per second above 0, not {rate!r}")
         check_reset_options(idempotency, idempotency_namespace)
-        with self._operation("replay"):
-            publisher = None if dry_run else self._new_publisher()
-            try:
+        publisher = None if dry_run else self._new_publisher()
+        try:
+            with self._operation("replay"):
                 return Replay(
                     self._channel,
                     publisher,
@@ -317,12 +321,9 @@ class DeadLetterQueue(OfOneProcess):
                     body=body,
                     report=ReplayReport() if report is None else report,
                 ).run()
-            except BaseException:
-                self._channel.finish()
-                raise
-            finally:
-                if publisher is not None:
-                    _close(publisher)
+        finally:
+            if publisher is not None:
+                _close(publisher)
 
     def purge(
         self,
@@ -352,20 +353,17 @@ class DeadLetterQueue(OfOneProcess):
             whole_number("limit", limit, 1)
         deleted = 0
         with self._operation("purge"):
-            try:
-                for batch in self._batches(progress):
-                    now = datetime.now(UTC)
-                    matching = [message for message in batch if chosen.matches(message, now)]
-                    if limit is not None:
-                        matching = matching[: limit - deleted]
-                    self._channel.ack(message.delivery for message in matching)
-                    deleted += len(matching)
-                    if on_deleted is not None:
-                        on_deleted(deleted)
-                    if (limit is not None and deleted >= limit) or (stop is not None and stop.is_set()):
-                        break
-            finally:
-                self._channel.finish()
+            for batch in self._batches(progress):
+                now = datetime.now(UTC)
+                matching = [message for message in batch if chosen.matches(message, now)]
+                if limit is not None:
+                    matching = matching[: limit - deleted]
+                self._channel.ack(message.delivery for message in matching)
+                deleted += len(matching)
+                if on_deleted is not None:
+                    on_deleted(deleted)
+                if (limit is not None and deleted >= limit) or (stop is not None and stop.is_set()):
+                    break
         return deleted
 
     def import_lines(
@@ -402,28 +400,18 @@ class DeadLetterQueue(OfOneProcess):
 
     @contextmanager
     def _operation(self, name: str) -> Iterator[None]:
+        """Keep other operations out, and requeue the unacked messages at the end."""
         if self._busy is not None:
             raise UsageError(f"{self._busy}() is in progress: exhaust or close it before {name}()")
         self._limit.check()
         self._busy = name
         try:
-            yield
+            try:
+                yield
+            finally:
+                self._channel.finish()
         finally:
             self._busy = None
-
-    def _chosen(self, chosen: Filter, limit: int | None, progress: Progress | None) -> Iterator[DeadMessage]:
-        if limit is not None:
-            whole_number("limit", limit, 1)
-        given = 0
-        wanted = BATCH if limit is None or not chosen.everything else min(limit, BATCH)
-        for batch in self._batches(progress, wanted):
-            now = datetime.now(UTC)
-            for message in batch:
-                if chosen.matches(message, now):
-                    yield message
-                    given += 1
-                    if given == limit:
-                        return
 
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
         """Read the messages that are in the queue now in batches; warn of missing ones."""

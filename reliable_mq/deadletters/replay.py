@@ -264,7 +264,6 @@ class Replay:
                 losses = 1 if self._acked > before else losses + 1
                 if losses > _LOSSES:
                     raise
-        self.channel.finish()
         if held := self._held:
             raise StaleDelivery(
                 f"the connection was lost, and {held} replayed messages were not delivered again: RabbitMQ requeues "
