@@ -313,9 +313,7 @@ class DeadLetterQueue(OfOneProcess):
                     rate=rate,
                     store=None if dry_run else idempotency,
                     namespace=idempotency_namespace,
-                    queue=self._name,
-                    guard=self._limit.check,
-                    counts_lost_connections=self._limit.counts_lost_connections,
+                    delivery_limit=self._limit,
                     progress=progress,
                     stop=threading.Event() if stop is None else stop,
                     body=body,
@@ -416,7 +414,7 @@ class DeadLetterQueue(OfOneProcess):
     def _batches(self, progress: Progress | None, size: int = BATCH) -> Iterator[list[DeadMessage]]:
         """Read the messages that are in the queue now in batches; warn of missing ones."""
         read = total = 0
-        for batch, total in read_batches(self._channel, size, self._limit.check):
+        for batch, total in read_batches(self._channel, self._limit, size):
             read = batch[-1].position
             yield batch
             if progress is not None:

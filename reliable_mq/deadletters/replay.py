@@ -31,6 +31,7 @@ from typing import Final, NamedTuple, TypeAlias
 from reliable_mq._util.logs import get_logger
 from reliable_mq.core.idempotency import key_prefix
 from reliable_mq.deadletters.channel import GetChannel
+from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.deadletters.filter import Filter
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import (
@@ -165,7 +166,7 @@ def none_was_settled(errors: Sequence[Exception | None]) -> bool:
 
 
 def read_batches(
-    channel: GetChannel, size: int, guard: Callable[[list[DeadMessage]], None], position: int = 0, total: int = 0
+    channel: GetChannel, limit: DeliveryLimit, size: int, position: int = 0, total: int = 0
 ) -> Iterator[tuple[list[DeadMessage], int]]:
     """Read the messages that are in the queue now; yield batches and the total number."""
     while not total or position < total:
@@ -175,7 +176,7 @@ def read_batches(
         total = total or max(channel.left, len(deliveries))
         messages = [DeadMessage(delivery, number) for number, delivery in enumerate(deliveries, start=position + 1)]
         position += len(messages)
-        guard(messages)
+        limit.check(messages)
         yield messages, total
 
 
@@ -199,9 +200,7 @@ class Replay:
         publisher: The publisher of the copies, or None for a dry run.
         limit: The maximum number of messages to try, including failures.
         namespace: The namespace of the keys in the store, or None for the namespace of the virtual host.
-        queue: The name of the dead-letter queue.
-        guard: A function that raises an error if requeuing one of the messages may lose it.
-        counts_lost_connections: Whether RabbitMQ counts a delivery only if its connection was lost.
+        delivery_limit: The delivery limit of the dead-letter queue.
     """
 
     channel: GetChannel
@@ -213,16 +212,14 @@ class Replay:
     rate: float | None
     store: ResettableStore | None
     namespace: str | None
-    queue: str
-    guard: Callable[[list[DeadMessage]], None]
-    counts_lost_connections: bool
+    delivery_limit: DeliveryLimit
     progress: Progress | None
     stop: threading.Event = field(default_factory=threading.Event)
     body: bytes | None = None
     report: ReplayReport = field(default_factory=ReplayReport)
 
     def __post_init__(self) -> None:
-        self.report.possible_duplicates = 0 if self.counts_lost_connections else None
+        self.report.possible_duplicates = 0 if self.delivery_limit.counts_lost_connections else None
         self._pace = None if self.rate is None else RateLimit(self.rate)
         self._batch = BATCH if self.rate is None else max(1, min(BATCH, int(self.rate)))
         self._total = 0  # messages at the beginning
@@ -274,7 +271,7 @@ class Replay:
                 f"the connection was lost; {self._in_doubt} replayed messages without an id may still be in the queue"
             )
         if self._may_try:
-            warn_of_missing(self.queue, self._known, self._total)
+            warn_of_missing(self.delivery_limit.queue, self._known, self._total)
         return self.report
 
     @property
@@ -322,7 +319,8 @@ class Replay:
         self._position = self._acked
         while not self._enough:
             self._wait_for_turn()  # before a message is taken, which RabbitMQ lets a channel hold for a limited time
-            found = next(read_batches(self.channel, self._batch, self.guard, self._position, self._total), None)
+            batches = read_batches(self.channel, self.delivery_limit, self._batch, self._position, self._total)
+            found = next(batches, None)
             if found is None:
                 if not self._waits or self.stop.wait(_CHECK_EVERY) or time.monotonic() >= until:
                     return
@@ -368,8 +366,8 @@ class Replay:
         if none_was_settled(errors):
             raise BrokerUnavailable(
                 f"the replay has ended, because none of {len(errors)} messages was confirmed in time: they are still "
-                f"in queue {self.queue!r}, and those that were sent may also be at their targets. Does the broker have "
-                "an alarm, or a target queue no leader?"
+                f"in queue {self.delivery_limit.queue!r}, and those that were sent may also be at their targets. Does "
+                "the broker have an alarm, or a target queue no leader?"
             ) from errors[0]
 
     def _submit(

@@ -14,6 +14,7 @@ from reliable_mq.codec import encode_properties
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.publisher.publication import Receipt
 from reliable_mq.deadletters import DeadLetterQueue, DeadMessage, Filter
+from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.deadletters.replay import Replay, ReplayReport, Target
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, PublishNacked, PublishUnconfirmed, StaleDelivery
 from reliable_mq.stores import AsyncRedisStore, MemoryStore
@@ -207,9 +208,7 @@ def replay(
         rate=rate,
         store=None,
         namespace=None,
-        queue="orders.dead",
-        guard=lambda _messages: None,
-        counts_lost_connections=True,
+        delivery_limit=DeliveryLimit("orders.dead", version=(4, 3), quorum=True),
         progress=None,
         **options,
     ).run()
