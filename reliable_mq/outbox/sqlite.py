@@ -457,14 +457,15 @@ class SQLiteOutbox(OfOneProcess):
         connection = self._file.connect(self._timeout)
         try:
             connection.execute("BEGIN")
-            self._own_identity(connection)  # before WAL mode, which the file would keep
+            is_empty = self._is_empty(connection)  # before WAL mode, which a file of something else would keep
             connection.execute("ROLLBACK")
             _use_wal(connection, self._timeout)
             # FULL means an fsync at every commit. NORMAL has none in WAL mode, and would lose accepted messages.
             connection.execute("PRAGMA synchronous = FULL")
             # Some builds overwrite deleted data by default: removing a message would write it once more.
             connection.execute("PRAGMA secure_delete = OFF").fetchall()
-            self._check_version(connection)
+            if is_empty:
+                self._create(connection)
             self._file.note(database)
         except BaseException:
             connection.close()
@@ -473,51 +474,36 @@ class SQLiteOutbox(OfOneProcess):
             _sync_directory(path.parent)
         return connection
 
-    def _own_identity(self, connection: sqlite3.Connection) -> tuple[int, int]:
-        """Return the identity of the database; refuse that of something else.
+    def _is_empty(self, connection: sqlite3.Connection) -> bool:
+        """Return whether the tables are yet to be created; refuse a file of others.
 
         It must be called in a transaction, because another process may be creating the tables.
-        """
-        identity = _identity(connection)
-        if identity[0] != _APPLICATION and (
-            identity != (0, 0) or connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone()
-        ):
-            raise OutboxError(f"{self.path} is a database of something else; give the outbox a file of its own")
-        return identity
 
-    def _check_version(self, connection: sqlite3.Connection) -> None:
-        application, version = _identity(connection)
-        if application == version == 0:
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                version = self._create(connection)
-                connection.execute("COMMIT")
-            except BaseException:
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
+        Raises:
+            OutboxError: If the database is of something else, or of a newer version of the tables.
+        """
+        (application,) = connection.execute("PRAGMA application_id").fetchone()
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if application == version == 0 and not connection.execute("SELECT 1 FROM sqlite_schema LIMIT 1").fetchone():
+            return True
+        if application != _APPLICATION:
+            raise OutboxError(f"{self.path} is a database of something else; give the outbox a file of its own")
         if version > _VERSION:
             raise OutboxError(
                 f"{self.path} has format {version}, and this version of reliable_mq knows {_VERSION}: it was made by a "
                 "newer one; use that one"
             )
+        return False
 
-    def _create(self, connection: sqlite3.Connection) -> int:
-        """Create the tables, unless another process did, and return their version."""
-        application, version = self._own_identity(connection)
-        if application == _APPLICATION:
-            return version
-        for statement in _TABLES:
-            connection.execute(statement)
-        connection.execute(f"PRAGMA application_id = {_APPLICATION}")
-        connection.execute(f"PRAGMA user_version = {_VERSION}")
-        return _VERSION
-
-
-def _identity(connection: sqlite3.Connection) -> tuple[int, int]:
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    return application, version
+    def _create(self, connection: sqlite3.Connection) -> None:
+        """Create the tables, unless another process did so in the meantime."""
+        connection.execute("BEGIN IMMEDIATE")
+        if self._is_empty(connection):
+            for statement in _TABLES:
+                connection.execute(statement)
+            connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+            connection.execute(f"PRAGMA user_version = {_VERSION}")
+        connection.execute("COMMIT")
 
 
 def _use_wal(connection: sqlite3.Connection, timeout: float) -> None:
