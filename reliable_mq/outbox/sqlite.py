@@ -428,14 +428,12 @@ class SQLiteOutbox(OfOneProcess):
 
     def _drop(self) -> None:
         if self._connection is not None:
-            with suppress(sqlite3.Error):
-                self._connection.close()
+            self._connection.close()
             self._connection = None
 
     def _drop_reader(self) -> None:
         if self._reader is not None:
-            with suppress(sqlite3.Error):
-                self._reader.close()
+            self._reader.close()
             self._reader = None
 
     def _connect_on_full_disk(self) -> sqlite3.Connection:

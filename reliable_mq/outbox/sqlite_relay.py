@@ -266,8 +266,7 @@ class SQLiteRowLeases:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
-            with suppress(sqlite3.Error):
-                self._connection.close()
+            self._connection.close()
             self._connection = None
 
     def _start_over(self, connection: sqlite3.Connection, epoch: int) -> None:

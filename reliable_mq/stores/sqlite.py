@@ -106,10 +106,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
                     connection.execute("ROLLBACK")
                 raise
         except sqlite3.Error as error:
-            broken, self._connection = self._connection, None  # the next call may find a replaced or repaired file
-            if broken is not None:
-                with contextlib.suppress(sqlite3.Error):
-                    broken.close()
+            self._disconnect()  # the next call may find a replaced or repaired file
             raise IdempotencyStoreError(f"{self!r} failed: {error}") from error
         finally:
             self._lock.release()
