@@ -44,14 +44,7 @@ from reliable_mq.outbox.protocol import (
     ordering_by,
     portions,
 )
-from reliable_mq.outbox.sqlite_file import (
-    DiskReserve,
-    OpenFile,
-    is_full,
-    needs_space_to_open,
-    outbox_error,
-    uncertain,
-)
+from reliable_mq.outbox.sqlite_file import DiskReserve, OpenFile, is_full, outbox_error, uncertain
 from reliable_mq.outbox.sqlite_relay import SQLiteRowLeases
 
 if TYPE_CHECKING:
@@ -441,7 +434,7 @@ class SQLiteOutbox(OfOneProcess):
         try:
             return self._connect()
         except sqlite3.Error as error:
-            if not needs_space_to_open(error):
+            if getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_IOERR_SHMSIZE:  # no space for the -shm
                 raise
         with self._reserve.lent():
             return self._connect()

@@ -30,7 +30,7 @@ from typing import Final
 from reliable_mq.errors import OutboxError
 from reliable_mq.outbox.protocol import text_or_bytes
 
-__all__ = ["DiskReserve", "OpenFile", "is_full", "needs_space_to_open", "outbox_error", "uncertain"]
+__all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
 
 
 class OpenFile:
@@ -208,11 +208,6 @@ def is_full(error: BaseException | None) -> bool:
     The disk is full, or a quota is used up, which SQLite does not tell from other failures of a write.
     """
     return getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE)
-
-
-def needs_space_to_open(error: sqlite3.Error) -> bool:
-    """Return whether opening failed because the ``-shm`` has no space."""
-    return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_IOERR_SHMSIZE
 
 
 def _code(error: BaseException) -> int:
