@@ -22,6 +22,7 @@ import sqlite3
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -73,6 +74,7 @@ _EPOCH: Final = "SELECT epoch FROM outbox_epoch"
 _LAST: Final = "SELECT coalesce(max(id), 0) FROM outbox"
 
 
+@dataclass(slots=True)
 class _Key:
     """The taken rows of one ordering key.
 
@@ -82,11 +84,8 @@ class _Key:
             taken rows are written.
     """
 
-    __slots__ = ("passed", "taken")
-
-    def __init__(self) -> None:
-        self.taken = 0
-        self.passed: int | None = None
+    taken: int = 0
+    passed: int | None = None
 
 
 class SQLiteRowLeases:
@@ -328,11 +327,7 @@ class SQLiteRowLeases:
                     break
         if more:
             key.passed = first
-        if not key.taken:
-            if key.passed is None:
-                del self._keys[name]
-            else:
-                self._again.append(name)
+        self._go_on(name, key)
 
     def _read(self, number: int, values: Sequence[Any], taken: RowBatch) -> OutboxRow | None:
         try:
@@ -400,9 +395,12 @@ class SQLiteRowLeases:
 
     def _key_settled(self, name: str) -> None:
         key = self._keys.get(name)
-        if key is None:
-            return
-        key.taken -= 1
+        if key is not None:
+            key.taken -= 1
+            self._go_on(name, key)
+
+    def _go_on(self, name: str, key: _Key) -> None:
+        """Let the rows that were passed over be taken, once no row of the key is."""
         if key.taken > 0:
             return
         if key.passed is None or self._is_held(name, key.passed):
