@@ -68,7 +68,6 @@ _CLOCKS: Final = {
     "mysql": _MYSQL_CLOCK,
     "mariadb": _MYSQL_CLOCK,
 }
-_FILES: Final = frozenset({"sqlite"})
 _MYSQL: Final = ("mysql", "mariadb")
 COLLATES: Final = frozenset(_MYSQL)
 """Databases that take some different texts for equal, by the default collation."""
@@ -170,7 +169,7 @@ def _dotted(version: Sequence[object]) -> str:
 def database_time(connection: sa.Connection) -> float:
     """Return the database's time in seconds, or the time since boot for a file."""
     name = connection.dialect.name
-    if name in _FILES:
+    if name == "sqlite":
         return since_boot() / 1_000_000
     clock = _CLOCKS.get(name)
     return time.time() if clock is None else float(connection.execute(sa.select(sa.literal_column(clock))).scalar_one())
@@ -216,7 +215,7 @@ def limit_lock_waits(connection: sa.Connection, timeout: float) -> None:
 
 def boot_name(dialect: Dialect) -> str:
     """Return the name of this boot if `database_time` counts from it, else empty text."""
-    if dialect.name not in _FILES:
+    if dialect.name != "sqlite":
         return ""
     name, _ = boot()
     return hashlib.sha256(name.encode()).hexdigest()[:12] if name else UNNAMED_BOOT
