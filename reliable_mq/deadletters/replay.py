@@ -283,11 +283,6 @@ class Replay:
         return not self.stop.is_set() and (self.limit is None or self._tried < self.limit)
 
     @property
-    def _enough(self) -> bool:
-        """Whether no more is tried, and no published message waits to be acked."""
-        return not self._may_try and not self._unacked.total()
-
-    @property
     def _held(self) -> int:
         """The minimum number of published messages that a lost connection holds."""
         return max(self._unacked.total() - self.channel.doubtful, 0)
@@ -317,7 +312,7 @@ class Replay:
         if self.publisher is None:
             self.report.replayed = 0  # nothing was acked, so all messages are read again
         self._position = self._acked
-        while not self._enough:
+        while self._may_try or self._unacked.total():
             self._wait_for_turn()  # before a message is taken, which RabbitMQ lets a channel hold for a limited time
             batches = read_batches(self.channel, self.delivery_limit, self._batch, self._position, self._total)
             found = next(batches, None)
