@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import time
 from array import array
-from bisect import bisect_right
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from itertools import count, pairwise
+from itertools import count, groupby
+from operator import attrgetter
 
 from reliable_mq.codec import RawDelivery, encode_ack, encode_get, encode_nack
 from reliable_mq.codec.methods import (
@@ -95,8 +95,7 @@ class GetChannel(AdminChannel):
         self._prefetch = 0  # the prefetch of the next consumer on this channel
         self._arrived: list[Delivery] = []
         self._outstanding = 0
-        self._unacked = array("Q")  # the tags of unacked deliveries
-        self._ends = array("Q")  # the last tag of each group that is requeued by one nack
+        self._unacked: list[array[int]] = []  # the tags of unacked deliveries, in groups that one nack requeues
         self.left = 0
         self.doubtful = 0
         self._loss: ConnectionLoss | None = None
@@ -223,28 +222,28 @@ class GetChannel(AdminChannel):
             taken = self.take(1)  # the queue itself replies to this, after it has seen the acks
             source = self._source  # read only now: take() may have waited for another channel
             ready = max(self.left - len(taken), 0)
-            groups = self._groups()
+            groups = [tags for tags in self._unacked if tags]
             if self._closing is not None and len(groups) > 1:  # one nack costs less than a channel
                 self._requeue_by_closing(source, self._closing, ready)
                 return
             together = _COMMANDS if self._by_consumers else 1
             for start in range(0, len(groups), together):
                 some = groups[start : start + together]
-                frames = [encode_nack(source.channel, last, multiple=True, requeue=True) for last, _ in some]
+                frames = [encode_nack(source.channel, tags[-1], multiple=True, requeue=True) for tags in some]
                 self._send(source, b"".join(frames))
-                ready += sum(size for _, size in some)
+                ready += sum(map(len, some))
                 self._wait_for(ready, source)
         except (ConsumeError, BrokerUnavailable, UsageError):
             return
         finally:
-            self._unacked, self._ends = array("Q"), array("Q")
+            self._unacked = []
 
     def _requeue_by_closing(self, source: ChannelGeneration, closing: Step, ready: int) -> None:
         """Requeue all unacked messages at once by making RabbitMQ close the channel."""
         with self._lock:
             self._check(source)
-            ready += len(self._unacked)
-            self._unacked, self._ends = array("Q"), array("Q")  # so that their intended loss is not reported
+            ready += sum(map(len, self._unacked))
+            self._unacked = []  # so that their intended loss is not reported
         with suppress(StepRefused):
             self.perform(closing)
         self._wait_for(ready)
@@ -318,23 +317,11 @@ class GetChannel(AdminChannel):
             self._check(source)
 
     def _add_unacked(self, deliveries: list[Delivery]) -> None:
-        """Store the tags for `finish`, and the groups to requeue, one for each consumer."""
-        for delivery, following in pairwise([*deliveries, None]):
-            if delivery is not None:
-                self._unacked.append(delivery.delivery_tag)
-                if following is None or following.consumer_tag != delivery.consumer_tag:
-                    self._ends.append(delivery.delivery_tag)
-
-    def _groups(self) -> list[tuple[int, int]]:
-        """Return the last tag and the size of each group to requeue."""
-        held = self._unacked
-        if not self._by_consumers:
-            return [
-                (held[min(start + _NACKED_GETS, len(held)) - 1], min(_NACKED_GETS, len(held) - start))
-                for start in range(0, len(held), _NACKED_GETS)
-            ]
-        places = [0, *(bisect_right(held, end) for end in self._ends)]
-        return [(held[end - 1], end - start) for start, end in pairwise(places) if end > start]
+        """Store the tags for `finish`, in groups whose order one nack keeps."""
+        for consumer, some in groupby(deliveries, attrgetter("consumer_tag")):
+            tags = array("Q", (delivery.delivery_tag for delivery in some))
+            most = len(tags) if consumer else _NACKED_GETS
+            self._unacked.extend(tags[start : start + most] for start in range(0, len(tags), most))
 
     def _wait_for(self, ready: int, source: ChannelGeneration | None = None) -> None:
         """Wait a limited time for so many ready messages; others may get some of them.
@@ -367,15 +354,13 @@ class GetChannel(AdminChannel):
 
     def _remove_unacked(self, acked: set[int]) -> None:
         """Remove acked tags, which are mostly the latest ones."""
-        kept = []
         with self._lock:
-            while acked and self._unacked:
-                tag = self._unacked.pop()
-                if tag in acked:
-                    acked.discard(tag)
-                else:
-                    kept.append(tag)
-            self._unacked.extend(reversed(kept))
+            for tags in reversed(self._unacked):
+                if not acked:
+                    break
+                kept = array("Q", (tag for tag in tags if tag not in acked))
+                acked.difference_update(tags)
+                tags[:] = kept
 
     def _is_lost(self, source: ChannelGeneration) -> bool:
         return self._source is not source or self._loss is not None
@@ -412,8 +397,8 @@ class GetChannel(AdminChannel):
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
         with self._lock:
             self._loss = loss
-            self._gone = self._gone or bool(self._unacked)
-            self._unacked, self._ends, self._arrived, self._outstanding = array("Q"), array("Q"), [], 0
+            self._gone = self._gone or any(self._unacked)
+            self._unacked, self._arrived, self._outstanding = [], [], 0
             self._prefetch = 0
             super().lost(generation, loss)
             self._changed.notify_all()

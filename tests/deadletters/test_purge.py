@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from array import array
+from collections.abc import Iterable
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -188,8 +190,7 @@ class Reconnecting(GetChannel):
 
     def take(self, most: int) -> Any:
         self._source = ChannelGeneration(2, 7, QUEUE)
-        self._unacked.append(1)
-        self._ends.append(1)
+        self._unacked.append(array("Q", [1]))
         self.left = 1
         return [message(1)]
 
@@ -411,9 +412,9 @@ def test_a_loss_while_tags_are_removed_is_reported() -> None:
     channel.take(3)
 
     class Acked(set[int]):
-        def discard(self, tag: int) -> None:
+        def difference_update(self, *tags: Iterable[Any]) -> None:
             channel.lose_on_another_thread()
-            super().discard(tag)
+            super().difference_update(*tags)
 
     channel._remove_unacked(Acked({1}))
     channel.lost_at_last()
