@@ -350,14 +350,12 @@ class Replay:
         confirmations: list[tuple[DeadMessage, Confirmation]] = []
         try:
             self._submit(self.publisher, chosen, confirmations)
-            for _message, confirmation in confirmations:
-                confirmation.exception()
+            errors = [confirmation.exception() for _message, confirmation in confirmations]
         except BaseException:
             with suppress(ReliableMQError):  # a loss must not replace the error that ends the run
                 self._settle(done, confirmations, _GRACE)
             raise
         self._settle(done, confirmations, None)
-        errors = [confirmation.exception() for _message, confirmation in confirmations]
         if none_was_settled(errors):
             raise BrokerUnavailable(
                 f"the replay has ended, because none of {len(errors)} messages was confirmed in time: they are still "
