@@ -108,8 +108,7 @@ class SQLiteRowLeases:
         self._lock: int | None = None  # the descriptor of the locked file, if this process is the relay
         self._connection: sqlite3.Connection | None = None
         self._position = 0  # rows up to this one were taken or noted
-        self._began = False
-        self._doubtful = 0  # rows up to this one may have been published by an earlier relay
+        self._doubtful = -1  # rows up to this one may have been published by an earlier relay; -1 before a connection
         self._epoch = -1
         self._taken: set[int] = set()
         self._due: set[int] = set()  # taken rows that were delayed before
@@ -198,12 +197,10 @@ class SQLiteRowLeases:
         """Release the lock."""
         _open_claims.discard(self)
         self._disconnect()
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self.unlock()
 
-    def forget(self) -> None:
-        """Close the parent's lock in a forked child, so that it ends with the parent."""
+    def unlock(self) -> None:
+        """Close the lock's file, in a forked child so that the lock ends with the parent."""
         if self._lock is not None:
             with suppress(OSError):
                 os.close(self._lock)
@@ -215,10 +212,9 @@ class SQLiteRowLeases:
         """Return the connection for reading, or None if another process is the relay."""
         if self._lock is not None and not self._is_lock_file(self._lock):
             logger.error("the lock %s was deleted or replaced: another relay may have taken rows", self._lock_path)
-            os.close(self._lock)
-            self._lock = None
+            self.unlock()
             self._disconnect()
-            self._began = False
+            self._doubtful = -1
             self._epoch = -1  # another relay may have delayed rows or set them aside
         if self._lock is None and not self._become_relay():
             return None
@@ -255,9 +251,8 @@ class SQLiteRowLeases:
         self._file.check()
         connection = self._file.connect(self._timeout)
         try:
-            if not self._began:  # an earlier relay may have published any row up to this one
+            if self._doubtful < 0:
                 (self._doubtful,) = connection.execute(_LAST).fetchone()
-                self._began = True
         except BaseException:
             connection.close()
             raise
@@ -415,4 +410,4 @@ class SQLiteRowLeases:
 
 
 # In a forked child, the locks belong to the parent.
-_open_claims = each_at_fork(ForkStage.RELEASE, SQLiteRowLeases.forget)
+_open_claims = each_at_fork(ForkStage.RELEASE, SQLiteRowLeases.unlock)
