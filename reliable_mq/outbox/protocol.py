@@ -125,7 +125,14 @@ class Outbox(Protocol):
         ...
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message that a publisher is about to store."""
+        """Return the ordering key of a message that a publisher is about to store.
+
+        Texts that no row can hold are refused here. In the transaction, they would make other messages fail, too.
+
+        Raises:
+            ConfigurationError: If the ordering key or a text of the message cannot be stored, or no queue can get the
+                message.
+        """
         ...
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:

@@ -297,25 +297,14 @@ class SQLAlchemyOutbox(OfOneProcess):
         self._opened = True
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message that a publisher is about to store.
-
-        Texts that do not fit into a row are refused here. In the transaction, they would make other messages fail, too.
-
-        Raises:
-            ConfigurationError: If the ordering key or a text of the message cannot be stored, or no queue can get the
-                message.
-        """
+        """Return the ordering key of a message; see `Outbox.ordering_key`."""
         check_target(message, exchange, routing_key)
         key = ordering_by(self._ordering_key, message, exchange, routing_key)
         _check_texts(message.message_id, exchange, routing_key, key)
         return key
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and write the outcomes of rows in one transaction.
-
-        Raises:
-            OutboxError: If the write failed. Nothing was written, or perhaps everything if ``may_have_arrived`` is set.
-        """
+        """Store messages and write outcomes in one transaction; see `Outbox.write`."""
         now = time.time()
         new = [self._values(row, now) for row in rows]
         # Sorted by id: transactions that lock rows in the same order do not deadlock.

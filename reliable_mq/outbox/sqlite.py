@@ -180,14 +180,7 @@ class SQLiteOutbox(OfOneProcess):
             self._open()
 
     def ordering_key(self, message: Message, exchange: str, routing_key: str) -> str | None:
-        """Return the ordering key of a message.
-
-        Texts that no row can hold are refused here. In the transaction, they would make other messages fail, too.
-
-        Raises:
-            ConfigurationError: If the ordering key or a text of the message cannot be stored, or no queue can get the
-                message.
-        """
+        """Return the ordering key of a message; see `Outbox.ordering_key`."""
         for name, text in (("message_id", message.message_id), ("exchange", exchange), ("routing_key", routing_key)):
             if not is_text(text):
                 raise ConfigurationError(f"{name} must be text that can be encoded, not {text!r}")
@@ -195,11 +188,7 @@ class SQLiteOutbox(OfOneProcess):
         return ordering_by(self._ordering_key, message, exchange, routing_key)
 
     def write(self, rows: Sequence[NewRow], settlements: Sequence[RowSettlement]) -> None:
-        """Store messages and write the outcomes of rows in one transaction on disk.
-
-        Raises:
-            OutboxError: If the write failed. Nothing was written, or perhaps everything if ``may_have_arrived`` is set.
-        """
+        """Store messages and write outcomes in one transaction; see `Outbox.write`."""
         stored_at, now = time.time(), since_boot() / 1_000_000
         stored = [(*values_of(row), stored_at) for row in rows]
         removed = [(one.row.id,) for one in settlements if one.outcome is RowOutcome.CONFIRMED]

@@ -268,13 +268,7 @@ class SyncStore(StoreBase):
         raise NotImplementedError
 
     def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
-
-        The other methods raise the same errors.
-
-        Raises:
-            IdempotencyStoreError: If the database cannot be reached, does not reply in time, or replies with an error.
-        """
+        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`."""
         return drive(self._claim_many(keys, lease), self._send)
 
     def complete_many(self, claims: Sequence[Claim]) -> list[bool]:
@@ -320,13 +314,7 @@ class AsyncStore(StoreBase):
         await self.close()
 
     async def claim_many(self, keys: Sequence[str], lease: float) -> list[Claim]:
-        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`.
-
-        The other methods raise the same errors.
-
-        Raises:
-            IdempotencyStoreError: If the database cannot be reached, does not reply in time, or replies with an error.
-        """
+        """Claim keys for ``lease`` seconds each; see `IdempotencyStore.claim_many`."""
         return await self._run(self._claim_many(keys, lease))
 
     async def complete_many(self, claims: Sequence[Claim]) -> list[bool]:

@@ -24,8 +24,9 @@ class IdempotencyStore(Protocol):
     """A store that remembers which keys are done. Thread-safe.
 
     The methods may block, and are called only on worker threads. They raise `IdempotencyStoreError` if the store cannot
-    be reached. The call may have taken effect in that case, and may be repeated. Each store enforces its own timeout: a
-    call that never returned would block its worker thread forever, although no effect would happen twice.
+    be reached, does not reply in time, or replies with an error. The call may have taken effect in that case, and may
+    be repeated. Each store enforces its own timeout: a call that never returned would block its worker thread forever,
+    although no effect would happen twice.
 
     A store whose records can be written in a handler's transaction may also have a method ``transaction(*deliveries)``,
     which ``Delivery.transaction`` calls.
