@@ -122,7 +122,7 @@ class DeadMessage:
         self.message_id = _readable(view, "message_id")
         self._original = before_retry(self.properties, table)
         told = table if self._original is None else _headers_of(Properties(self._original.properties))
-        self.unreadable = _newer_format(told) or _cut(told, len(self.body)) or _enclosed(told)
+        self.unreadable = _unreadable(told, len(self.body))
         ours = told if told.get(headers.FORMAT) == headers.FORMAT_VERSION else _NOTHING
         retried = self._original is not None and headers.DEAD_LETTER_REASON not in ours
         failures = failures_from_headers(table) if retried else None
@@ -256,33 +256,26 @@ def _readable(view: Properties, name: str) -> str | None:
     return value
 
 
-def _newer_format(table: Mapping[str, object]) -> str:
+def _unreadable(table: Mapping[str, object], size: int) -> str:
+    """Return the reason why a message with a body of this size cannot be replayed."""
     version = _whole(table.get(headers.FORMAT)) or 0
-    if version <= headers.FORMAT_VERSION:
-        return ""
-    return (
-        f"its headers are of format {version}, and {headers.FORMAT_VERSION} is the newest that is known here: use the "
-        "version of reliable_mq that wrote them"
-    )
-
-
-def _cut(table: Mapping[str, object], size: int) -> str:
-    whole = _whole(table.get(headers.ORIGINAL_SIZE))
-    if whole is None or whole <= size:
-        return ""
-    return (
-        f"its body had {whole} bytes, more than the broker takes, and {size} of them are here: send the row again from "
-        "where it came, in parts or with a higher max_message_size of the broker"
-    )
-
-
-def _enclosed(table: Mapping[str, object]) -> str:
-    if headers.ORIGINAL_PROPERTIES not in table:
-        return ""
-    return (
-        f"its properties were broken or too large, and are in its header {headers.ORIGINAL_PROPERTIES}: publish it "
-        "again by a program that sets them"
-    )
+    if version > headers.FORMAT_VERSION:
+        return (
+            f"its headers are of format {version}, and {headers.FORMAT_VERSION} is the newest that is known here: use "
+            "the version of reliable_mq that wrote them"
+        )
+    whole = _whole(table.get(headers.ORIGINAL_SIZE)) or 0
+    if whole > size:
+        return (
+            f"its body had {whole} bytes, more than the broker takes, and {size} of them are here: send the row again "
+            "from where it came, in parts or with a higher max_message_size of the broker"
+        )
+    if headers.ORIGINAL_PROPERTIES in table:
+        return (
+            f"its properties were broken or too large, and are in its header {headers.ORIGINAL_PROPERTIES}: publish it "
+            "again by a program that sets them"
+        )
+    return ""
 
 
 def _origin(
