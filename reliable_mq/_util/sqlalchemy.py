@@ -48,6 +48,7 @@ __all__ = [
     "refuse_autocommit",
     "refuse_connection_in_autocommit",
     "refuse_shared_connection",
+    "refuse_unencoded_password",
     "transaction_at",
 ]
 
@@ -97,6 +98,12 @@ def refuse_asyncio_driver(engine: Engine) -> None:
         raise ConfigurationError(
             f"engine has a driver for asyncio, {engine.dialect.driver}: use another driver, or create_async_engine()"
         )
+
+
+def refuse_unencoded_password(engine: Engine | AsyncEngine) -> None:
+    """Raise ConfigurationError if a part of a password is taken for the host."""
+    if "@" in (engine.url.host or ""):
+        raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
 
 
 def refuse_autocommit(engine: Engine | AsyncEngine, so_that: str) -> None:

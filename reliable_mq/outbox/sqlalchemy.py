@@ -32,6 +32,7 @@ from reliable_mq._util.sqlalchemy import (
     refuse_autocommit,
     refuse_connection_in_autocommit,
     refuse_shared_connection,
+    refuse_unencoded_password,
 )
 from reliable_mq._util.validation import Duration, check_flag, is_text, seconds, whole_number
 from reliable_mq.codec import publish_head
@@ -173,6 +174,7 @@ class SQLAlchemyOutbox(OfOneProcess):
             raise ConfigurationError(
                 "engine is of a database in memory, which the outbox's own connections would not see; use a file"
             )
+        refuse_unencoded_password(engine)
         refuse_autocommit(engine, "a message would stay where its transaction is rolled back")
         if not isinstance(table, str) or not table:
             raise ConfigurationError(f"table must be text that is not empty, not {table!r}")

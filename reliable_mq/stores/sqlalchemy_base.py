@@ -35,6 +35,7 @@ from reliable_mq._util.sqlalchemy import (
     refuse_autocommit,
     refuse_connection_in_autocommit,
     refuse_shared_connection,
+    refuse_unencoded_password,
     transaction_at,
 )
 from reliable_mq.core.idempotency import CommitStatus
@@ -80,8 +81,7 @@ class SQLAlchemyBase(SQLStoreBase):
             raise ConfigurationError(f"engine is of {engine.dialect.name}: use PostgreSQL, MariaDB, MySQL or SQLite")
         if is_in_memory(engine):
             raise ConfigurationError("engine is of a database in memory; use MemoryStore, or a file")
-        if "@" in (engine.url.host or ""):  # a part of the password, which the driver would show
-            raise ConfigurationError("engine has a URL whose password holds an '@': percent-encode it (%40)")
+        refuse_unencoded_password(engine)
         refuse_autocommit(engine, "no transaction of a handler would be one")
         refuse_shared_connection(engine, "a claim would commit the transaction of a handler")
         super().__init__(dialect(checked_table(table)), retention, timeout)

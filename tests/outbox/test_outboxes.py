@@ -203,6 +203,13 @@ def test_no_password_of_a_database_is_shown() -> None:
         assert "hush" not in repr(SQLAlchemyOutbox(create_engine(url)))
 
 
+def test_a_database_url_with_an_unencoded_password_is_refused() -> None:
+    """The text after the first ``@`` would be the host, which drivers show."""
+    with pytest.raises(ConfigurationError, match="percent-encode") as caught:
+        SQLAlchemyOutbox(create_engine("postgresql+psycopg://user:se@cret@db/orders"))
+    assert "cret@" not in str(caught.value)
+
+
 def test_any_error_of_a_connection_is_one_of_the_outbox() -> None:
     """This includes errors of asyncpg and of code that fetches a password."""
 
