@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -268,6 +269,19 @@ def test_a_file_that_is_no_database_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"no database at all" * 100)
     with SQLiteStore(path) as store, pytest.raises(IdempotencyStoreError, match="not a database"):
         store.claim_many(["a"], 60.0)
+
+
+def test_a_file_that_cannot_be_written_is_an_error_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a lock ends by itself."""
+    path = tmp_path / "store.db"
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE other (number INTEGER)")
+    read_only = partial(sqlite3.connect, uri=True)
+    monkeypatch.setattr(sqlite3, "connect", lambda path, **options: read_only(f"file:{path}?mode=ro", **options))
+    began = time.monotonic()
+    with SQLiteStore(path, timeout=20) as store, pytest.raises(IdempotencyStoreError, match="readonly"):
+        store.claim_many(["a"], 60.0)
+    assert time.monotonic() - began < 10
 
 
 def test_an_error_that_rolls_back_by_itself_is_told(tmp_path: Path) -> None:
