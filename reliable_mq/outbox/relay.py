@@ -408,7 +408,7 @@ class OutboxRelay(_OutboxThread):
             self._at_end()
             try:
                 self._leases.close()
-            except ReliableMQError:
+            except Exception:
                 logger.exception("failed to release the rows of %r", self._outbox)
             self._count.wait()  # it would open the outbox again if that is closed
             self._released()

@@ -301,6 +301,28 @@ def test_a_relay_ends_after_its_count(outbox: Outbox, monkeypatch: pytest.Monkey
     assert relay.join(20)
 
 
+def test_an_error_of_releasing_rows_is_logged_at_the_end(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An outbox of the user may raise any. The owner of the relay is told of the end all the same."""
+    leases, released = outbox.claims(), threading.Event()
+    close = leases.close
+
+    def close_and_fail() -> None:
+        close()
+        raise ZeroDivisionError("a fault of the outbox")
+
+    monkeypatch.setattr(leases, "close", close_and_fail)
+    relay = OutboxRelay(
+        outbox, Silent(outbox), settle=lambda _: None, released=released.set, limit=10, max_bytes=2**20, name="relay"
+    )
+    relay.start(leases)
+    relay.stop(0)
+    assert relay.join(20)
+    assert released.is_set()
+    assert "a fault of the outbox" in caplog.text
+
+
 class Unconnected(Silent):
     """A publisher whose `connect` raises an error."""
 
