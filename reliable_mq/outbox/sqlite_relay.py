@@ -182,13 +182,14 @@ class SQLiteRowLeases:
             self._taken.discard(row.id)
             self._due.discard(row.id)
             self._unwritten.pop(row.id, None)
-            key = row.ordering_key
             if outcome is RowOutcome.SET_ASIDE and row.id in self._overlooked:
                 self._epoch = -1  # an operator may have put it back or deleted it before that start
-            if outcome is RowOutcome.BACK and key is None:
+            if row.ordering_key is not None:
+                key = self._keys[row.ordering_key]
+                key.taken -= 1
+                self._go_on(row.ordering_key, key)
+            elif outcome is RowOutcome.BACK:
                 self._position = min(self._position, row.id - 1)
-            if key is not None:
-                self._key_settled(key)
 
     def keep(self) -> None:
         """Do nothing: the lock lasts until ``close`` or the end of the process."""
@@ -387,12 +388,6 @@ class SQLiteRowLeases:
         self._taken.add(row.id)
         self._size += len(row.message.body)
         taken.rows.append(row)
-
-    def _key_settled(self, name: str) -> None:
-        key = self._keys.get(name)
-        if key is not None:
-            key.taken -= 1
-            self._go_on(name, key)
 
     def _go_on(self, name: str, key: _Key) -> None:
         """Let the rows that were passed over be taken, once no row of the key is."""
