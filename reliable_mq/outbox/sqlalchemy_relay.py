@@ -67,7 +67,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from sqlalchemy import ColumnElement, Connection, Row, Select, Table
 
@@ -203,8 +203,7 @@ class SQLAlchemyRowLeases:
     def _choose(self, connection: Connection, limit: int, retries: int, now: float) -> list[int]:
         """Return the oldest ids of due rows without a key and due first rows of keys."""
         found = self._free(connection, limit, retries, now)
-        start = self._last_key
-        heads = [head for portion in self._around(connection, limit, retries, now) for head in portion]
+        heads = self._around(connection, limit, retries, now)
         chosen: set[int] = set()
         left = retries
         of_keys = [(number, state) for _, number, state in heads if state is not None]
@@ -216,7 +215,6 @@ class SQLAlchemyRowLeases:
                     continue
                 left -= 1
             chosen.add(number)
-        self._last_key = start
         for key, number, due in heads:
             if number not in chosen and (due == READY or (due == DELAYED and left)):
                 break
@@ -224,48 +222,46 @@ class SQLAlchemyRowLeases:
                 self._last_key = key
         return sorted(chosen)
 
-    def _free(self, connection: Connection, limit: int, retries: int, now: float) -> list[tuple[int, int]]:
+    def _free(self, connection: Connection, limit: int, retries: int, now: float) -> set[tuple[int, int]]:
         """Return the ids and states of the oldest due rows without a key."""
         columns = self._table.c
         # The index of key and id has this order. Any other search would pass over rows with keys.
         free = select(columns.id, columns.state).where(columns.ordering_key.is_(None), self._due(now))
         free = free.order_by(columns.ordering_key, columns.id).limit(limit)
-        found = [(number, state) for number, state in connection.execute(free)] if retries else []
-        delayed = [one for one in found if one[1] == DELAYED]
-        if retries and len(delayed) <= retries:
-            return found
-        fresh = connection.execute(free.where(columns.state == READY))
-        return [*delayed[:retries], *((number, state) for number, state in fresh)]
+        found = {(number, state) for number, state in connection.execute(free)} if retries else set()
+        if not retries or sum(state == DELAYED for _, state in found) > retries:
+            found |= {(number, state) for number, state in connection.execute(free.where(columns.state == READY))}
+        return found
 
     def _around(
         self, connection: Connection, limit: int, retries: int, now: float
-    ) -> Iterator[list[tuple[str, int, int | None]]]:
-        """Iterate over the keys cyclically until enough of their first rows are due.
+    ) -> list[tuple[str, int, int | None]]:
+        """Return keys in cyclic order, up to the one with which enough first rows are due.
 
-        Yields portions of keys, each with the id of its first row, and the state of that row if it is due.
+        Each key has the id of its first row, and the state of that row if it is due.
         """
         columns = self._table.c
         size = max(limit, _KEYS_AT_LEAST)
         after, up_to = self._last_key, None
-        ready = delayed = seen = 0
+        around: list[tuple[str, int, int | None]] = []
+        ready = delayed = 0
         while True:
             heads = self._heads(connection, after, up_to, size)
             due: dict[int, int] = {}
             for some in portions([number for _, number in heads]):
                 query = select(columns.id, columns.state).where(columns.id.in_(some), self._due(now))
                 due.update((number, state) for number, state in connection.execute(query))
-            yield [(key, number, due.get(number)) for key, number in heads]
+            around += [(key, number, due.get(number)) for key, number in heads]
             ready += sum(state == READY for state in due.values())
             delayed += sum(state == DELAYED for state in due.values())
-            seen += len(heads)
-            if ready + min(delayed, retries) >= limit or seen >= _KEYS_AT_MOST:
-                return
+            if ready + min(delayed, retries) >= limit or len(around) >= _KEYS_AT_MOST:
+                return around
             if len(heads) == size:
                 after = heads[-1][0]
             elif up_to is None and self._last_key is not None:
                 after, up_to = None, self._last_key
             else:
-                return
+                return around
 
     def _heads(self, connection: Connection, after: str | None, up_to: str | None, size: int) -> list[tuple[str, int]]:
         """Return up to ``size`` keys in order, with the id of the first row of each."""
