@@ -67,7 +67,7 @@ from reliable_mq.outbox.sqlalchemy_table import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from sqlalchemy import ColumnElement, Connection, Row, Select, Table
 
@@ -362,27 +362,19 @@ class SQLAlchemyRowLeases:
             connection.execute(mine.values(claimed_by=name, claimed_until=until))
 
     def _renew(self, connection: Connection) -> None:
-        columns = self._table.c
-        until = database_time(connection) + self._lease
-        for some in portions(sorted(self._taken)):
-            ids = self._not_locked(connection, some)
-            mine = update_by_id(self._table, connection.dialect).where(columns.id.in_(ids), self._ours())
-            connection.execute(mine.values(claimed_until=until))
+        self._change(connection, self._taken, {"claimed_until": database_time(connection) + self._lease})
 
     def _release(self, connection: Connection) -> None:
-        columns = self._table.c
-        for some in portions(sorted(self._taken)):
+        free = {"claimed_by": None, "claimed_until": 0}
+        self._change(connection, self._unpublished, free)
+        self._change(connection, self._taken.keys() - self._unpublished, {**free, "possible_duplicate": 1})
+
+    def _change(self, connection: Connection, taken: Iterable[int], values: dict[str, Any]) -> None:
+        """Change those of the taken rows that this relay still has and nobody has locked."""
+        for some in portions(sorted(taken)):
             ids = self._not_locked(connection, some)
-            unpublished = columns.id.in_([number for number in ids if number in self._unpublished])
-            connection.execute(
-                update_by_id(self._table, connection.dialect)
-                .where(columns.id.in_(ids), self._ours())
-                .values(
-                    possible_duplicate=case((unpublished, columns.possible_duplicate), else_=1),
-                    claimed_by=None,
-                    claimed_until=0,
-                )
-            )
+            mine = update_by_id(self._table, connection.dialect).where(self._table.c.id.in_(ids), self._ours())
+            connection.execute(mine.values(values))
 
     def _not_locked(self, connection: Connection, ids: Sequence[int]) -> Sequence[int]:
         """Lock and return the rows that nobody has locked, or all without SKIP LOCKED."""
