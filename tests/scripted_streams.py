@@ -107,10 +107,10 @@ class ScriptedChannel:
         assert isinstance(step, CheckQueue)
         return QueueState(step.name, self.replica.count if self.replica.silent_for <= 0 else 0, 0)
 
-    def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
+    def cancel(self, *consumer_tags: str) -> None:
         self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag not in consumer_tags]
 
-    def ack(self, delivery_tag: int) -> None:
+    def ack(self) -> None:
         pass
 
 

@@ -78,7 +78,7 @@ class StreamChannel(AdminChannel):
         self._arriving: list[RawDelivery] = []  # I/O thread only: the deliveries of the current read
         self._loss: ConnectionLoss | None = None
         self._cancelled = False
-        self._acked = 0  # up to this delivery
+        self._taken = self._acked = 0  # delivery tags, up to which deliveries were taken and acked
         self._tags = 0
         self._subscribed: set[str] = set()  # consumer tags; a loss affects all of them
         self._watches: set[str] = set()  # those of `watch`
@@ -134,22 +134,22 @@ class StreamChannel(AdminChannel):
         self._watches.add(tag)
         return tag
 
-    def cancel(self, *consumer_tags: str, delivery_tag: int = 0) -> None:
+    def cancel(self, *consumer_tags: str) -> None:
         """Unsubscribe, and drop the deliveries of these subscriptions.
 
-        Ack up to ``delivery_tag`` or later if no other subscription is left but watches, whose acks would include
-        these.
+        Ack them if no other subscription is left but watches, whose acks would include these.
         """
         for tag in consumer_tags:
             self.carry_out(Cancel(tag))
             self._subscribed.remove(tag)
             self._watches.discard(tag)
         with self._lock:
-            last = max(delivery_tag, self._arrived[-1].delivery_tag if self._arrived else 0)
-            is_new = last > self._acked  # the broker closes the channel over a second ack
+            if self._arrived:
+                self._taken = max(self._taken, self._arrived[-1].delivery_tag)
+            is_new = self._taken > self._acked  # the broker closes the channel over a second ack
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag in self._subscribed]
         if is_new and self._subscribed == self._watches:
-            self.ack(last)
+            self.ack()
 
     def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
         """Wait for ``least`` deliveries, for ``timeout`` seconds at most; return them all.
@@ -172,7 +172,9 @@ class StreamChannel(AdminChannel):
             )
             taken = arrived()
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag not in of] if of else []
-            if not taken:
+            if taken:
+                self._taken = max(self._taken, taken[-1].delivery_tag)
+            else:
                 self._check_lost()
         return taken
 
@@ -187,11 +189,11 @@ class StreamChannel(AdminChannel):
         self._check_subscriptions()
         return reply
 
-    def ack(self, delivery_tag: int) -> None:
-        """Ack up to this delivery, so that the broker sends more. Does not wait."""
+    def ack(self) -> None:
+        """Ack the deliveries taken so far, so that the broker sends more. Does not wait."""
         with self._lock:
-            self._acked = delivery_tag
-        self._io.call_soon(partial(self._write_ack, delivery_tag))
+            self._acked = self._taken
+        self._io.call_soon(partial(self._write_ack, self._acked))
 
     def _check_subscriptions(self) -> None:
         if self._subscribed:
@@ -222,7 +224,7 @@ class StreamChannel(AdminChannel):
     def ready(self, generation: int, channel: int, frame_max: int, server: ServerInfo) -> None:
         """Record a new channel without a subscription. The reader still sees the loss."""
         with self._lock:
-            self._channel, self._acked = channel, 0
+            self._channel, self._taken, self._acked = channel, 0, 0
         super().ready(generation, channel, frame_max, server)
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
@@ -289,26 +291,24 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
     """
     tag = channel.consume(stream, "last", _PREFETCH)
     found = StreamEnd(0, 0.0)
-    last_tag = 0
     for look in range(_LOOKS):
         arrived = channel.take(patience, of=(tag,)) if look else _first_of(channel, stream, tag, patience)
         if not arrived:
             break
         messages = _counted(channel, stream)  # answered after all deliveries that were on their way
         arrived += channel.take(0.0, of=(tag,))
-        last_tag = arrived[-1].delivery_tag
         found = StreamEnd(_offset(arrived[-1], stream) + 1, _average(arrived), messages, hash(arrived[-1].body))
         if len(arrived) < _PREFETCH:
             break
-        channel.ack(last_tag)  # the prefetch may have held back the rest of the chunk
-    channel.cancel(tag, delivery_tag=last_tag)
+        channel.ack()  # the prefetch may have held back the rest of the chunk
+    channel.cancel(tag)
     if found.average or not found.position:
         return found
     tag = channel.consume(stream, max(found.position - _SAMPLE, 0), _SAMPLE)
     arrived = channel.take(patience, of=(tag,))
     _counted(channel, stream)
     arrived += channel.take(0.0, of=(tag,))
-    channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
+    channel.cancel(tag)
     return replace(found, average=_average(arrived))
 
 
@@ -360,7 +360,7 @@ def has_newest(channel: StreamChannel, stream: str, end: StreamEnd, patience: fl
     """
     tag = channel.consume(stream, end.position - 1, 1)
     arrived = channel.take(patience, of=(tag,))
-    channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
+    channel.cancel(tag)
     if not arrived:
         return None
     return _offset(arrived[0], stream) >= end.position or hash(arrived[0].body) == end.newest
@@ -401,14 +401,12 @@ def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], pat
     """
     tags = {channel.consume(name, place, 1): name for name, place in places.items()}
     found: dict[str, int] = {}
-    last = 0
     until = time.monotonic() + patience
     while len(found) < len(tags) and (left := until - time.monotonic()) > 0:
         for delivery in channel.take(left, of=tags):
             name = tags[delivery.consumer_tag]
             found[name] = _offset(delivery, name)
-            last = delivery.delivery_tag
-    channel.cancel(*tags, delivery_tag=last)
+    channel.cancel(*tags)
     return found
 
 
@@ -416,7 +414,7 @@ def _first_offset(channel: StreamChannel, stream: str) -> int | None:
     """Return the oldest offset of a stream that has not delivered so far."""
     tag = channel.consume(stream, "first", 1)
     arrived = _first_of(channel, stream, tag, 0.0)
-    channel.cancel(tag, delivery_tag=arrived[-1].delivery_tag if arrived else 0)
+    channel.cancel(tag)
     return _offset(arrived[0], stream) if arrived else None
 
 

@@ -144,7 +144,7 @@ class RangeReader:
                 continue
             self._progressed()
             offsets = [self._offset(delivery) for delivery in deliveries]
-            channel.ack(deliveries[-1].delivery_tag)
+            channel.ack()
             missing = self._missing(offsets)
             if missing is not None:
                 self._check_truncated(channel, missing)

@@ -73,8 +73,8 @@ def test_an_ack_of_a_lost_channel_is_not_sent_on_the_next() -> None:
     sent: list[bytes] = []
     io: Any = SimpleNamespace(call_soon=lambda call: call(), write=sent.append)
     channel._io = io
-    channel.ack(1)
+    channel.ack()
     assert len(sent) == 1
     channel.lost(1, LOST)
-    channel.ack(2)
+    channel.ack()
     assert len(sent) == 1
