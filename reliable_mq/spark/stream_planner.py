@@ -10,7 +10,7 @@ is an error, never an earlier end.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -20,7 +20,7 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
 from reliable_mq.settings import ConnectionSettings
-from reliable_mq.spark.options import StartingPositions, StreamOptions, Timestamps
+from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.stream_broker import (
     EndWatch,
     PartitionFinder,
@@ -259,13 +259,14 @@ class StreamPlanner:
         """Return the average message size in bytes, by stream, from the last lookup."""
         return {name: end.average for name, end in self._ends.items()}
 
-    def positions(self, option: str, given: StartingPositions) -> dict[str, int]:
+    def starting(self) -> dict[str, int]:
+        """Return the positions where a query begins, according to the options."""
         names = self._names()
         channel = self._connected()
-        if option == "startingOffsets" and self._options.starting_timestamp is not None:
-            since = self._times("startingOffsetsByTimestamp", self._options.starting_timestamp, names)
-            return self._since(channel, since)
-        by_name = dict.fromkeys(names, given) if isinstance(given, str) else self._by_name(option, given, names)
+        if self._options.starting_timestamp is not None:
+            times = _by_name("startingOffsetsByTimestamp", self._options.starting_timestamp, names)
+            return self._since(channel, times)
+        by_name = _by_name("startingOffsets", self._options.starting_offsets, names)
         # Streams that are known to be empty are skipped, because confirming that takes long.
         asked = [name for name in names if self._ends.get(name) != _EMPTY and isinstance(by_name[name], str)]
         latest = [name for name in asked if by_name[name] == "latest"]
@@ -274,17 +275,16 @@ class StreamPlanner:
         found = dict.fromkeys(names, 0) | first | ends | came
         return {name: found[name] if isinstance(at, str) else at for name, at in by_name.items()}
 
-    def ending(self, given: StartingPositions) -> dict[str, int]:
+    def ending(self) -> dict[str, int]:
+        """Return the positions where a batch ends, according to the options."""
         ends = {name: end.position for name, end in self.ends(sure=True).items()}
         if self._options.ending_timestamp is not None:
-            channel = self._connected()
-            until = self._times("endingOffsetsByTimestamp", self._options.ending_timestamp, list(ends))
-            found = offsets_at(channel, {name: second(when, up=True) for name, when in until.items()}, _SURE)
+            until = _by_name("endingOffsetsByTimestamp", self._options.ending_timestamp, ends)
+            places = {name: second(when, up=True) for name, when in until.items()}
+            found = offsets_at(self._connected(), places, _SURE)
             return {name: min(end, found.get(name, end)) for name, end in ends.items()}
-        if isinstance(given, str):
-            return ends
-        latest = {name: ends.get(name, position) for name, position in given.items() if position == "latest"}
-        wanted = self.positions("endingOffsets", {**given, **latest})
+        by_name = _by_name("endingOffsets", self._options.ending_offsets, ends)
+        wanted = {name: ends[name] if isinstance(at, str) else at for name, at in by_name.items()}
         for name, position in wanted.items():
             if position > ends[name]:
                 raise ConfigurationError(
@@ -293,12 +293,12 @@ class StreamPlanner:
                 )
         return wanted
 
-    def beginning(self, given: StartingPositions, end: Mapping[str, int]) -> dict[str, int]:
+    def beginning(self, end: Mapping[str, int]) -> dict[str, int]:
         """Return the positions where a batch begins, according to the options.
 
         Raise `ConfigurationError` for an offset in the options that lies after ``end``.
         """
-        begin = self.positions("startingOffsets", given)
+        begin, given = self.starting(), self._options.starting_offsets
         for name, position in begin.items():
             if not isinstance(given, str) and position == given[name] and position > end[name]:
                 raise ConfigurationError(
@@ -307,8 +307,9 @@ class StreamPlanner:
                 )
         return begin
 
-    def check_begun(self, given: StartingPositions) -> None:
+    def check_begun(self) -> None:
         """Refuse an offset after the end of a stream: it would look like data loss."""
+        given = self._options.starting_offsets
         offsets = {} if isinstance(given, str) else {name: at for name, at in given.items() if isinstance(at, int)}
         for name, end in self.ends(sure=True).items() if any(offsets.values()) else ():
             if offsets.get(name, 0) > end.position:
@@ -389,9 +390,6 @@ class StreamPlanner:
         if channel is not None:
             channel.__exit__(None, None, None)
 
-    def _times(self, option: str, given: Timestamps, names: list[str]) -> dict[str, int]:
-        return dict.fromkeys(names, given) if isinstance(given, int) else self._by_name(option, given, names)
-
     def _since(self, channel: StreamChannel, times: Mapping[str, int]) -> dict[str, int]:
         # A stream that was just restarted shows no message of any time.
         begun = first_offsets(channel, [name for name in times if self._ends.get(name) != _EMPTY], _CERTAIN)
@@ -407,14 +405,6 @@ class StreamPlanner:
                 "give an earlier time, or startingOffsetsByTimestampStrategy=latest to begin at the end"
             )
         return found | {name: ends.get(name, 0) for name in late}
-
-    def _by_name(self, option: str, given: Mapping[str, _Value], names: list[str]) -> dict[str, _Value]:
-        if set(given) != set(names):
-            raise ConfigurationError(
-                f"{option} must have a value for each of the streams {', '.join(names)}, and for no other; it has "
-                f"{', '.join(given)}"
-            )
-        return {name: given[name] for name in names}
 
     def _names(self) -> list[str]:
         """Return the streams in order. A lookup by names may end the channel."""
@@ -438,6 +428,18 @@ class StreamPlanner:
 
     def _settings(self) -> ConnectionSettings:
         return self._options.connection.settings(self._options.url)
+
+
+def _by_name(option: str, given: _Value | Mapping[str, _Value], names: Collection[str]) -> dict[str, _Value]:
+    """Return the value of an option for each stream."""
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    if set(given) != set(names):
+        raise ConfigurationError(
+            f"{option} must have a value for each of the streams {', '.join(names)}, and for no other; it has "
+            f"{', '.join(given)}"
+        )
+    return {name: given[name] for name in names}
 
 
 def _position(end: StreamEnd) -> int:

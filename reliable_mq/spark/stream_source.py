@@ -69,9 +69,8 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
         """Return the positions where a new query begins, marked as such."""
-        planner, given = self._planner, self._options.starting_offsets
-        positions = planner.at_some_host(lambda: planner.positions("startingOffsets", given))
-        planner.at_some_host(lambda: planner.check_begun(given))
+        positions = self._planner.at_some_host(self._planner.starting)
+        self._planner.at_some_host(self._planner.check_begun)
         return marked_initial(positions)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802
@@ -196,8 +195,8 @@ class StreamBatch(_Ranges, DataSourceReader):
     def partitions(self) -> Sequence[InputPartition]:
         planner = StreamPlanner(self._options)
         try:
-            end = planner.at_some_host(lambda: planner.ending(self._options.ending_offsets))
-            begin = planner.at_some_host(lambda: planner.beginning(self._options.starting_offsets, end))
+            end = planner.at_some_host(planner.ending)
+            begin = planner.at_some_host(lambda: planner.beginning(end))
         finally:
             planner.close()
         return self._split(ranges_of(begin, end))
