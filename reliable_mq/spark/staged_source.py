@@ -180,15 +180,12 @@ class StagedSource(StreamSource):
                 "give a stage of another name, and a checkpointLocation of its own. With failOnDataLoss=false what was "
                 "not read is left out"
             )
+        # The relay would fill a stage that something else has declared again, until no offset shows it any more.
         read = {name: position[name] for name in options.streams if name in position}
-        gone = self._planner.missing(read, _DECLARED)
+        gone = self._planner.lost(read, _DECLARED)
         if gone and not lenient:
             raise _is_gone(options.stage, gone)
-        # The relay would fill a stage that something else has declared again, until no offset shows it any more.
-        shorter = self._planner.shorter({name: at for name, at in read.items() if name not in gone}, _DECLARED)
-        if shorter and not lenient:
-            raise _is_gone(options.stage, shorter)
-        self._planner.begin_anew([*gone, *shorter])
+        self._planner.begin_anew(gone)
 
     def _close_relay(self) -> None:
         relay, self._relay = self._relay, None

@@ -85,41 +85,31 @@ class StreamPlanner:
         self._passed += self._channel is not None
         self.close()
 
-    def missing(self, names: Iterable[str], timeout: float) -> list[str]:
-        """Return the streams that do not exist. Waits while the broker is unreachable.
+    def lost(self, positions: Mapping[str, int], timeout: float) -> list[str]:
+        """Return the streams that do not exist, or end before these positions of a query.
+
+        Waits while the broker is unreachable, and while only the replica that is read ends before a position.
 
         Raises:
             BrokerUnavailable: If the broker could not be queried within ``timeout`` seconds, or the error is permanent.
         """
-        names = list(names)
-        return self._once_reached(lambda: [name for name in names if not exists(self._connected(), name)], timeout)
-
-    def shorter(self, positions: Mapping[str, int], timeout: float) -> list[str]:
-        """Return the streams that end before these positions of a query.
-
-        Waits like `missing`, also while only the replica that is read ends before a position. Raises the same errors.
-        """
-        read = {name: position for name, position in positions.items() if position}
-
-        def look() -> list[str]:
-            deadline = time.monotonic() + _CERTAIN
-            ends = {name: end_of(self._connected(), name, _QUICK).position for name in read}
-            return [
-                name for name, end in ends.items() if self._newest(name, end, read[name], deadline) < read[name] - 1
-            ]
-
-        return self._once_reached(look, timeout)
-
-    def _once_reached(self, look: Callable[[], list[str]], timeout: float) -> list[str]:
-        deadline = time.monotonic() + timeout
+        until = time.monotonic() + timeout
         while True:
+            deadline = time.monotonic() + _CERTAIN  # for all streams together
             try:
-                return look()
+                return [name for name, position in positions.items() if self._is_lost(name, position, deadline)]
             except BrokerUnavailable as error:
-                if error.permanent or time.monotonic() >= deadline:
+                if error.permanent or time.monotonic() >= until:
                     raise
                 self.pass_host()
             time.sleep(_BETWEEN_ATTEMPTS)
+
+    def _is_lost(self, name: str, position: int, deadline: float) -> bool:
+        channel = self._connected()
+        if not exists(channel, name):
+            return True
+        end = end_of(channel, name, _QUICK).position if position else 0
+        return self._newest(name, end, position, deadline) < position - 1
 
     def begin_anew(self, names: Iterable[str]) -> None:
         """Record streams that are created again, so that old positions are invalid."""

@@ -149,7 +149,7 @@ def test_a_restart_looks_at_once_how_far_a_stage_reaches(monkeypatch: pytest.Mon
     cluster(monkeypatch, near=Replica((10, 10)))
     monkeypatch.setattr(stream_planner, "_QUICK", 3.0)
     began = time.monotonic()
-    assert StreamPlanner(options(ONE)).shorter({"events": 10}, 1.0) == []
+    assert StreamPlanner(options(ONE)).lost({"events": 10}, 1.0) == []
     assert time.monotonic() - began < 3.0
 
 
@@ -237,7 +237,7 @@ def test_a_restart_looks_at_a_node_that_has_a_replica(
 ) -> None:
     """The query has read further than the replica of the first host, if there is one."""
     cluster(monkeypatch, near=Replica(*near), far=Replica((12, 12)))
-    assert StreamPlanner(options(BOTH)).shorter({"events": 10}, 1.0) == []
+    assert StreamPlanner(options(BOTH)).lost({"events": 10}, 1.0) == []
 
 
 def test_a_stream_without_a_replica_at_any_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
