@@ -90,13 +90,7 @@ class QueueReader(ConnectionListener):
         self._requested_at: float | None = None  # when a larger prefetch was requested
         self._requeued = threading.Event()
         # Used by the I/O thread only.
-        self._prefetch = PrefetchController(
-            most=prefetch.most,
-            most_bytes=2 * options.max_bytes,
-            queues=len(options.queues),
-            limit=prefetch.limit,
-            first=prefetch.first,
-        )
+        self._prefetch = PrefetchController(prefetch, most_bytes=2 * options.max_bytes, queues=len(options.queues))
         self._limited = prefetch.limit is not None
         self._returned: dict[int, int] = {}  # earlier returns of each unacked delivery, by delivery tag
         self._sources: dict[str, ChannelGeneration] = {}  # by queue

@@ -87,14 +87,14 @@ class PrefetchChange(enum.Enum):
 class PrefetchController:
     """A controller of the prefetch of all queues of a reader. Not thread-safe."""
 
-    def __init__(self, *, most: int, most_bytes: int, queues: int, limit: int | None = None, first: int = 1) -> None:
+    def __init__(self, choice: PrefetchChoice, *, most_bytes: int, queues: int = 1) -> None:
         self.returned = 0  # maximum earlier returns of an unacked delivery; set by the owner
-        self._limit = limit
-        self._looked = limit is None  # whether a first delivery of this channel was checked
-        self._most = most
+        self._limit = choice.limit
+        self._looked = choice.limit is None  # whether a first delivery of this channel was checked
+        self._most = choice.most
         self._most_bytes = most_bytes
         self._queues = queues
-        self._first = min(first, most)
+        self._first = min(choice.first, choice.most)
         self._known = 0  # deliveries whose size is known
         self._average = PeakAverage()
         self.granted = self.prefetch  # per queue, of the current subscription

@@ -31,7 +31,7 @@ from reliable_mq.spark.columns import record_batch
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
-from reliable_mq.spark.queue_subscriptions import PrefetchController
+from reliable_mq.spark.queue_subscriptions import PrefetchChoice, PrefetchController
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter
 from reliable_mq.spark.stream_offsets import StreamRange
 
@@ -61,7 +61,7 @@ class RangeReader:
         self._range = each
         self._names = names
         self._position = each.start  # all messages before it were returned
-        self._prefetch = PrefetchController(most=options.prefetch, most_bytes=_HELD, queues=1, first=_FIRST)
+        self._prefetch = PrefetchController(PrefetchChoice(options.prefetch, first=_FIRST), most_bytes=_HELD)
         self._passed = 0  # hosts at which reading failed
         self._stalled = 0  # hosts from which nothing came since the last progress
         self._patience = patience

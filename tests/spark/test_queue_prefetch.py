@@ -6,13 +6,19 @@ import pytest
 
 from reliable_mq.codec import RawDelivery, encode_table, join_properties
 from reliable_mq.spark.queue_checks import QueueProfile
-from reliable_mq.spark.queue_subscriptions import PrefetchChange, PrefetchController, choose, times_returned
+from reliable_mq.spark.queue_subscriptions import (
+    PrefetchChange,
+    PrefetchChoice,
+    PrefetchController,
+    choose,
+    times_returned,
+)
 
 
 def controller(
     most: int = 2000, most_bytes: int = 1_000_000, queues: int = 1, limit: int | None = None, first: int = 1
 ) -> PrefetchController:
-    return PrefetchController(most=most, most_bytes=most_bytes, queues=queues, limit=limit, first=first)
+    return PrefetchController(PrefetchChoice(most, limit, first), most_bytes=most_bytes, queues=queues)
 
 
 def fed(hungry: PrefetchController, size: int) -> tuple[int, list[int]]:
