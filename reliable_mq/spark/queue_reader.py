@@ -28,6 +28,7 @@ from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.connection.interfaces import ConnectionListener
 from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator, StepRefused, carry_out, is_missing
 from reliable_mq.core.consumer.acks import AckBatcher
+from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.core.consumer.consumer_timeout import consumer_timeout_of
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.reconnect import ConnectionLoss, ReconnectPolicy
@@ -37,13 +38,7 @@ from reliable_mq.spark.metrics import QueueStatistics, exporter
 from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.queue_batches import Batches, QueuePosition
 from reliable_mq.spark.queue_intervals import LINGER, IntervalMonitor, longest_linger
-from reliable_mq.spark.queue_subscriptions import (
-    PrefetchChange,
-    PrefetchChoice,
-    PrefetchController,
-    Subscriptions,
-    times_returned,
-)
+from reliable_mq.spark.queue_subscriptions import PrefetchChange, PrefetchChoice, PrefetchController, Subscriptions
 from reliable_mq.sync.io_thread import IOThread
 
 __all__ = ["QueueReader"]
@@ -373,7 +368,7 @@ class QueueReader(ConnectionListener):
             delivery.came_from(self._sources[self._subscriptions.queue(delivery.consumer_tag)])
             self._read.append(delivery)
             if self._limited and delivery.redelivered:
-                self._returned[delivery.delivery_tag] = times_returned(delivery)
+                self._returned[delivery.delivery_tag], _ = broker_counts(delivery.properties)
 
     def read_finished(self) -> None:
         """Make the deliveries of one read visible to Spark's thread."""

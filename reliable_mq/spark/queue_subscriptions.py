@@ -25,16 +25,14 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from reliable_mq.codec import RawDelivery
 from reliable_mq.codec.methods import Cancel, CheckQueue, Consume, QueueState, SetPrefetch, Step
 from reliable_mq.core.channel_setup import NO_STREAM, SetupGenerator, StepRefused, is_a_stream, refusal
-from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.core.statistics import PeakAverage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import LARGEST_PREFETCH
 from reliable_mq.spark.queue_checks import QueueProfile, stream_refusal
 
-__all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose", "times_returned"]
+__all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose"]
 
 _CAREFUL: Final = 2000  # maximum prefetch if a crash counts against deliveries that were read ahead
 _STEADY: Final = 64  # maximum prefetch if renewing the subscription may activate another consumer
@@ -163,11 +161,6 @@ class PrefetchController:
     def _risky(self, unacked: int) -> bool:
         """Return whether more deliveries are unacked than the delivery limit permits."""
         return self._limit is not None and unacked > self._queues * (2 * self._bearable + 1)  # for two subscriptions
-
-
-def times_returned(delivery: RawDelivery) -> int:
-    """Return how often a delivery was returned, by the broker's count; 0 if unknown."""
-    return broker_counts(delivery.properties)[0]
 
 
 class Subscriptions:

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from reliable_mq.codec import RawDelivery, encode_table, join_properties
+from reliable_mq.codec import encode_table, join_properties
+from reliable_mq.core.consumer.attempts import broker_counts
 from reliable_mq.spark.queue_checks import QueueProfile
-from reliable_mq.spark.queue_subscriptions import (
-    PrefetchChange,
-    PrefetchChoice,
-    PrefetchController,
-    choose,
-    times_returned,
-)
+from reliable_mq.spark.queue_subscriptions import PrefetchChange, PrefetchChoice, PrefetchController, choose
 
 
 def controller(
@@ -205,4 +200,4 @@ def test_returned_deliveries_are_read_one_by_one_without_a_pause() -> None:
 )
 def test_the_return_count_of_a_delivery_is_read_from_its_headers(headers: bytes | None, count: int) -> None:
     properties = join_properties({} if headers is None else {"headers": headers})
-    assert times_returned(RawDelivery("", 1, True, "", "", properties, b"")) == count
+    assert broker_counts(properties)[0] == count
