@@ -8,6 +8,7 @@ The states of a delivery::
 
 Invariants:
 
+- One batch is planned at a time: Spark plans the next one only after it has committed this one.
 - A delivery is returned for its ack only after its batch was committed, and only once.
 - A batch that was planned and not committed is planned again as the same batch.
 - A batch that another process planned is empty here. The broker redelivers its messages, which go into a later batch.
@@ -20,9 +21,9 @@ number by queue.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from reliable_mq.codec import RawDelivery
@@ -65,12 +66,12 @@ class QueuePosition:
         return {"session": self.session, "sequence": self.sequence, "queues": dict(self.queues)}
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _QueueBatch:
     start: QueuePosition
     end: QueuePosition
-    deliveries: list[Delivery]
-    size: int
+    deliveries: list[Delivery] = field(default_factory=list)
+    size: int = 0
 
 
 class Batches:
@@ -80,12 +81,12 @@ class Batches:
         self._session = session  # unique to this process
         self.waiting: deque[Delivery] = deque()  # in no batch
         self.held = 0  # bytes of all waiting and planned deliveries
-        self._planned: list[_QueueBatch] = []
-        self._last = QueuePosition(session, 0, {})  # the end of the newest batch
+        first = QueuePosition(session, 0, {})
+        self._batch = _QueueBatch(first, first)  # the newest one; without deliveries once it is committed
 
     def knows(self, start: QueuePosition) -> bool:
         """Return whether the batch that follows ``start`` is already planned."""
-        return any(batch.start == start for batch in self._planned)
+        return bool(self._batch.deliveries) and self._batch.start == start
 
     def waits(self, remaining: Mapping[str, int] | None = None) -> bool:
         """Return whether a delivery is available to `plan` with this ``remaining``."""
@@ -107,9 +108,8 @@ class Batches:
 
         A batch has at least one delivery, even if that exceeds ``most_bytes``, and at most ``remaining`` of each queue.
         """
-        for batch in self._planned:
-            if batch.start == start:
-                return batch.end
+        if self.knows(start):
+            return self._batch.end
         left = None if remaining is None else dict(remaining)
         taken: list[Delivery] = []
         passed: list[Delivery] = []
@@ -126,50 +126,40 @@ class Batches:
             if left is not None:
                 left[delivery.queue] -= 1
         self.waiting.extendleft(reversed(passed))
-        if not taken:
-            self._last = start
-            return start
-        counts = dict(start.queues)
-        for delivery in taken:
-            counts[delivery.queue] = counts.get(delivery.queue, 0) + 1
-        end = self._last = QueuePosition(self._session, start.sequence + len(taken), counts)
-        self._planned.append(_QueueBatch(start, end, taken, size))
+        end = start
+        if taken:
+            counts = Counter(start.queues)
+            counts.update(delivery.queue for delivery in taken)
+            end = QueuePosition(self._session, start.sequence + len(taken), counts)
+        self._batch = _QueueBatch(start, end, taken, size)
         return end
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
         """Return the deliveries between two positions, or none if they are unknown."""
-        return [
-            delivery
-            for batch in self._planned
-            if end.session == self._session and start.sequence <= batch.start.sequence < end.sequence
-            for delivery in batch.deliveries
-        ]
+        return self._batch.deliveries if (start, end) == (self._batch.start, self._batch.end) else []
 
     def horizon(self, ready: Mapping[str, int]) -> QueuePosition:
         """Return the position after all held deliveries and all ready messages."""
-        last = self._last
-        counts = dict(last.queues)
-        for delivery in self.waiting:
-            counts[delivery.queue] = counts.get(delivery.queue, 0) + 1
-        for queue, count in ready.items():
-            counts[queue] = counts.get(queue, 0) + count
-        sequence = last.sequence + sum(counts.values()) - sum(last.queues.values())
-        return QueuePosition(self._session, sequence, counts)
+        last = self._batch.end
+        counts = Counter(last.queues)
+        counts.update(ready)
+        counts.update(delivery.queue for delivery in self.waiting)
+        return QueuePosition(self._session, last.sequence + sum(ready.values()) + len(self.waiting), counts)
 
     def committed(self, end: QueuePosition) -> list[Delivery]:
-        """Forget the committed batches up to ``end`` and return their deliveries to ack."""
-        if end.session != self._session:
+        """Forget the batch that ends at ``end``, and return its deliveries to ack."""
+        batch = self._batch
+        if batch.end != end:
             return []
-        done = [batch for batch in self._planned if batch.end.sequence <= end.sequence]
-        self._planned = self._planned[len(done) :]
-        self.held -= sum(batch.size for batch in done)
-        return [delivery for batch in done for delivery in batch.deliveries]
+        self._batch = _QueueBatch(end, end)
+        self.held -= batch.size
+        return batch.deliveries
 
     def lost(self) -> list[Delivery]:
         """Forget the waiting deliveries of a lost channel and return the planned ones."""
         self.held -= sum(map(size_of, self.waiting))
         self.waiting.clear()
-        return [delivery for batch in self._planned for delivery in batch.deliveries]
+        return self._batch.deliveries
 
     def recall(self, queue: str) -> list[Delivery]:
         """Forget and return the waiting deliveries of a queue that is no longer read."""
@@ -179,14 +169,13 @@ class Batches:
         return recalled
 
     def planned(self, queue: str) -> bool:
-        """Return whether an uncommitted batch has deliveries of this queue."""
-        return any(batch.end.queues.get(queue, 0) > batch.start.queues.get(queue, 0) for batch in self._planned)
+        """Return whether the uncommitted batch has deliveries of this queue."""
+        return self._batch.end.queues.get(queue, 0) > self._batch.start.queues.get(queue, 0)
 
     def take_all(self) -> list[Delivery]:
         """Forget and return all deliveries, because the query stops."""
-        everything = [delivery for batch in self._planned for delivery in batch.deliveries]
-        everything.extend(self.waiting)
-        self._planned.clear()
+        everything = [*self._batch.deliveries, *self.waiting]
+        self._batch = _QueueBatch(self._batch.end, self._batch.end)
         self.waiting.clear()
         self.held = 0
         return everything

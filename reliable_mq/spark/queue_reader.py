@@ -160,7 +160,7 @@ class QueueReader(ConnectionListener):
             return self._batches.deliveries(start, end)
 
     def committed(self, end: QueuePosition) -> None:
-        """Ack every batch up to ``end``. Does not wait for the broker.
+        """Ack the batch that ends at ``end``. Does not wait for the broker.
 
         Raises:
             ConsumeError: If consecutive batches were redelivered before their acks.
