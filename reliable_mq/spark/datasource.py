@@ -24,9 +24,9 @@ from pyspark.sql.types import StructType
 
 from reliable_mq.errors import ConfigurationError, ReliableMQError
 from reliable_mq.spark.columns import READ_SCHEMA, check_read_schema, check_written_schema
-from reliable_mq.spark.options import QueueOptions, is_staged, read_options, staged_options, write_options
+from reliable_mq.spark.options import QueueOptions, StagedOptions, read_options, write_options
 from reliable_mq.spark.pickling import PicklableByName, PicklableByNameMeta
-from reliable_mq.spark.queue_source import QueueSource, refuse_batch
+from reliable_mq.spark.queue_source import QueueSource
 from reliable_mq.spark.sink import BatchSink, StreamSink
 from reliable_mq.spark.staged_source import StagedSource
 from reliable_mq.spark.stream_source import StreamBatch, StreamSource
@@ -52,13 +52,7 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return READ_SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        if is_staged(self.options):
-            staged_options(self.options, streaming=False)  # always raises here
-        options = read_options(self.options, streaming=False)
-        names = check_read_schema(schema)
-        if isinstance(options, QueueOptions):
-            refuse_batch(options)
-        return StreamBatch(options, names)
+        return StreamBatch(read_options(self.options, streaming=False), check_read_schema(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         """Return the reader of a query, or a `RefusedStream` if a check fails."""
@@ -85,10 +79,10 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
         return StreamSink(options, check_written_schema(schema, options))
 
     def _stream_reader(self, schema: StructType) -> DataSourceStreamReader:
-        if is_staged(self.options):
-            return StagedSource(staged_options(self.options, streaming=True), check_read_schema(schema))
         options = read_options(self.options, streaming=True)
         names = check_read_schema(schema)
+        if isinstance(options, StagedOptions):
+            return StagedSource(options, names)
         return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)
 
 

@@ -14,7 +14,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, Literal, NamedTuple, NoReturn, overload
 
 from reliable_mq._util.validation import LONGEST, SHORT_STRING_BYTES, decode_json, unique_keys
 from reliable_mq.core.headers import checked_traceparent
@@ -33,9 +33,7 @@ __all__ = [
     "StreamOptions",
     "Timestamps",
     "WriteOptions",
-    "is_staged",
     "read_options",
-    "staged_options",
     "write_options",
 ]
 
@@ -342,7 +340,15 @@ _SPARKS_OWN: Final = frozenset({"checkpointlocation", "queryname"})
 # -- sources and sinks -------------------------------------------------------------------------------------------------
 
 
-def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions:
+@overload
+def read_options(given: Mapping[str, str], *, streaming: Literal[False]) -> StreamOptions: ...
+
+
+@overload
+def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions | StagedOptions: ...
+
+
+def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions | StreamOptions | StagedOptions:
     """Check the options of a source for ``readStream`` or ``read``.
 
     Raises:
@@ -353,13 +359,28 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             "no options: give url, and queue or stream. A table made by CREATE TABLE ... USING rabbitmq is given none "
             "by Spark: use CREATE TEMPORARY VIEW name USING rabbitmq OPTIONS (url '...', stream '...')"
         )
-    names = {name.lower() for name in given}
-    if ("queue" in names) == ("stream" in names):
+    texts = {name.lower(): text for name, text in given.items()}
+    if "stage" in texts and not streaming:
+        stage = texts["stage"].strip()
+        _refuse(f"stage is for spark.readStream: spark.read reads the stage with the option stream={stage!r}")
+    if "stage" in texts:
+        return _staged_options(texts)
+    if ("queue" in texts) == ("stream" in texts):
         _refuse(
             "give one of the options queue and stream: "
-            + ("both are there, and a query reads either queues or streams" if "queue" in names else "neither is there")
+            + ("both are there, and a query reads either queues or streams" if "queue" in texts else "neither is there")
         )
-    return _queue_options(given) if "queue" in names else _stream_options(given, streaming=streaming)
+    if "stream" in texts:
+        return _stream_options(given, streaming=streaming)
+    if not streaming:
+        # A batch read has no commit. Spark does not tell its source whether the job has succeeded, reads partitions
+        # again when a task is retried or a plan is run twice, and keeps no checkpoint.
+        _refuse(
+            f"queue {texts['queue']!r} cannot be read with spark.read: a batch read never says that it is done, so "
+            "nothing could be acked without losing messages. Use spark.readStream with trigger(availableNow=True), "
+            "which reads what is there and ends; or read a stream, with the option stream"
+        )
+    return _queue_options(given)
 
 
 def _queue_options(given: Mapping[str, str]) -> QueueOptions:
@@ -417,17 +438,8 @@ def _check_period(begin: Timestamps | None, end: Timestamps | None) -> None:
             _refuse(f"startingTimestamp{of} is {first}, and endingTimestamp is {last}: nothing lies between")
 
 
-def is_staged(given: Mapping[str, str]) -> bool:
-    """Return whether the options of a source select staged mode."""
-    return any(name.lower() == "stage" for name in given)
-
-
-def staged_options(given: Mapping[str, str], *, streaming: bool) -> StagedOptions:
-    """Check the options of a source in staged mode. See `read_options`."""
-    given = {name.lower(): text for name, text in given.items()}
-    if not streaming:
-        stage = given["stage"].strip()
-        _refuse(f"stage is for spark.readStream: spark.read reads the stage with the option stream={stage!r}")
+def _staged_options(given: Mapping[str, str]) -> StagedOptions:
+    """Check the options of staged mode. Their names are in lower case."""
     if "stream" in given:
         _refuse("stream and stage are both given: with stage, the option queue says where messages come from")
     _check_known(given, _STAGED)

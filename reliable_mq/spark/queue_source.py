@@ -36,7 +36,7 @@ import time
 import uuid
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import pyarrow as pa
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
@@ -44,7 +44,7 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.core.consumer.delivery import Delivery
-from reliable_mq.errors import ConfigurationError, ConsumeError, UsageError
+from reliable_mq.errors import ConsumeError, UsageError
 from reliable_mq.spark.columns import decode, raw_batch
 from reliable_mq.spark.options import QueueOptions
 from reliable_mq.spark.pickling import PicklableByName
@@ -54,7 +54,7 @@ from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.queue_subscriptions import choose
 from reliable_mq.spark.stream_offsets import worth_having
 
-__all__ = ["QueuePartition", "QueueSource", "on_termination", "refuse_batch"]
+__all__ = ["QueuePartition", "QueueSource", "on_termination"]
 
 logger = get_logger(__name__)
 
@@ -91,19 +91,6 @@ _COUNT: Final = 10.0  # seconds for the broker to count ready messages
 _LAG: Final = 0.5  # seconds between two polls of queues that have deliveries on their way
 _STARVED: Final = 60.0  # seconds without a message though some are ready, or on their way
 _PARTITION: Final = 16 * 2**20  # bytes for one task: each costs a Python worker some 50 ms of CPU, whatever its size
-
-
-def refuse_batch(options: QueueOptions) -> NoReturn:
-    """Raise the error for a queue in ``spark.read``.
-
-    A batch read has no commit. Spark does not tell its source whether the job has succeeded, reads partitions again
-    when a task is retried or a plan is run twice, and keeps no checkpoint. Any ack would lose messages.
-    """
-    raise ConfigurationError(
-        f"queue {', '.join(options.queues)!r} cannot be read with spark.read: a batch read never says that it is done, "
-        "so nothing could be acked without losing messages. Use spark.readStream with trigger(availableNow=True), "
-        "which reads what is there and ends; or read a stream, with the option stream"
-    )
 
 
 class QueuePartition(InputPartition):

@@ -8,7 +8,7 @@ from reliable_mq.codec import RawDelivery, encode_table, join_properties, split_
 from reliable_mq.core.stage.envelope import marker, original_parts, staged
 from reliable_mq.errors import ConfigurationError, Difference
 from reliable_mq.spark.columns import record_batch
-from reliable_mq.spark.options import is_staged, staged_options
+from reliable_mq.spark.options import StagedOptions, read_options
 from reliable_mq.stage import MissingId
 from reliable_mq.topology import mismatch_from_differences
 from tests.core.deliveries import properties
@@ -16,9 +16,15 @@ from tests.core.deliveries import properties
 GIVEN = {"url": "amqp://localhost/", "queue": "orders", "stage": "orders.stage"}
 
 
+def given_options(**given: str) -> StagedOptions:
+    options = read_options({**GIVEN, **given}, streaming=True)
+    assert isinstance(options, StagedOptions)
+    return options
+
+
 def test_a_stage_is_read_from_its_beginning() -> None:
     """Messages that were moved before the query began belong to it."""
-    options = staged_options(GIVEN, streaming=True)
+    options = given_options()
     assert options.stream.streams == ("orders.stage",)
     assert options.stream.starting_offsets == "earliest"
     assert options.relay is not None
@@ -41,7 +47,7 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
         "startingOffsets": "latest",
         "maxMessagesPerTrigger": "10",
     }
-    options = staged_options({**GIVEN, **more}, streaming=True)
+    options = given_options(**more)
     assert options.relay is not None
     assert options.relay.streams == ("orders.stage-0", "orders.stage-1", "orders.stage-2")
     assert (options.relay.key, options.relay.retention, options.relay.max_bytes) == ("header:customer", None, 1_000_000)
@@ -54,7 +60,7 @@ def test_the_options_of_the_stage_and_of_stream_mode_hold() -> None:
 
 @pytest.mark.parametrize("lenient", [False, True])
 def test_a_part_of_a_stage_is_read_only_by_a_lenient_query(lenient: bool) -> None:
-    relay = staged_options({**GIVEN, "failOnDataLoss": str(not lenient)}, streaming=True).relay
+    relay = given_options(failOnDataLoss=str(not lenient)).relay
     assert relay is not None
     assert relay.fewer_partitions is lenient
 
@@ -62,23 +68,22 @@ def test_a_part_of_a_stage_is_read_only_by_a_lenient_query(lenient: bool) -> Non
 def test_a_stage_may_start_at_a_time_with_batch_and_task_sizes() -> None:
     """A starting time replaces the default start."""
     more = {"startingTimestamp": "1700000000000", "minMessagesPerTrigger": "5", "maxRecordsPerPartition": "100"}
-    stream = staged_options({**GIVEN, **more}, streaming=True).stream
+    stream = given_options(**more).stream
     assert (stream.starting_timestamp, stream.starting_offsets) == (1_700_000_000_000, "latest")
     assert (stream.min_messages, stream.max_records) == (5, 100)
 
 
 def test_without_a_relay_there_are_no_options_of_one() -> None:
     """Such options would have no effect."""
-    assert staged_options({**GIVEN, "stageBy": "none"}, streaming=True).relay is None
+    assert given_options(stageBy="none").relay is None
     for option, value in (("stageKey", "routing_key"), ("publisher.confirmTimeout", "1s")):
         with pytest.raises(ConfigurationError, match=f"{option} is for the relay of the query, and stageBy is none"):
-            staged_options({**GIVEN, "stageBy": "none", option: value}, streaming=True)
+            given_options(stageBy="none", **{option: value})
 
 
 def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
     """A binding or a shovel keeps the header that the filter uses."""
-    given = {**GIVEN, "stageBy": "none", "streamFilter": "eu,us", "streamFilterMatchUnfiltered": "true"}
-    stream = staged_options(given, streaming=True).stream
+    stream = given_options(stageBy="none", streamFilter="eu,us", streamFilterMatchUnfiltered="true").stream
     assert (stream.stream_filter, stream.match_unfiltered) == (("eu", "us"), True)
 
 
@@ -117,14 +122,13 @@ def test_a_stage_that_others_fill_is_filtered_as_a_stream() -> None:
 )
 def test_a_wrong_option_is_refused_by_name(changed: dict[str, str], text: str) -> None:
     """The error includes the fix."""
-    assert is_staged(GIVEN)
     with pytest.raises(ConfigurationError, match=text):
-        staged_options({**GIVEN, **changed}, streaming=True)
+        given_options(**changed)
 
 
 def test_a_stage_mismatch_is_explained_by_its_options() -> None:
     """A difference without an option has the text for all queues."""
-    relay = staged_options(GIVEN, streaming=True).relay
+    relay = given_options().relay
     assert relay is not None
     names = ("x-max-age", "x-max-length-bytes", "x-stream-max-segment-size-bytes")
     differences = [Difference(name, "1", "2") for name in names]
@@ -149,16 +153,15 @@ def test_a_stage_mismatch_is_explained_by_its_options() -> None:
 )
 def test_limits_count_messages_by_default(changed: dict[str, str], expected: int) -> None:
     """They count entries, so by default these have one message then."""
-    relay = staged_options({**GIVEN, **changed}, streaming=True).relay
+    relay = given_options(**changed).relay
     assert relay is not None
     assert relay.messages_per_entry == expected
 
 
 def test_a_stage_is_for_streaming_queries() -> None:
     """A batch reads the stream directly."""
-    assert not is_staged({"queue": "orders"})
     with pytest.raises(ConfigurationError, match=r"option stream='orders\.stage'"):
-        staged_options(GIVEN, streaming=False)
+        read_options(GIVEN, streaming=False)
 
 
 def test_rows_of_an_entry_are_those_of_its_messages() -> None:

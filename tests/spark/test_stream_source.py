@@ -15,7 +15,7 @@ from pyspark.sql.streaming.datasource import ReadMaxRows
 from reliable_mq.core.statistics import StageStatistics, StageStatus
 from reliable_mq.errors import BrokerUnavailable
 from reliable_mq.spark import staged_source
-from reliable_mq.spark.options import read_options, staged_options
+from reliable_mq.spark.options import StagedOptions, read_options
 from reliable_mq.spark.staged_source import StagedSource
 from reliable_mq.spark.stream_source import StreamSource
 
@@ -151,7 +151,9 @@ def move_ready(url: str, relay: LostRelay, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(staged_source, "StageRelay", lambda *args, **named: relay)
     monkeypatch.setattr(staged_source, "time", SimpleNamespace(monotonic=lambda: relay.now))
     given = {"url": url, "queue": "orders", "stage": "events", "connection.timeout": "1s"}
-    reader = StagedSource(staged_options(given, streaming=True), ["body"])
+    options = read_options(given, streaming=True)
+    assert isinstance(options, StagedOptions)
+    reader = StagedSource(options, ["body"])
     reader.prepareForTriggerAvailableNow()
     with pytest.raises(BrokerUnavailable):
         reader.latestOffset({"initial": {"events": 0}}, ANY)
