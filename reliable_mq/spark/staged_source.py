@@ -56,7 +56,6 @@ class StagedSource(StreamSource):
         self._relay_options = options.relay
         self._relay: StageRelay | None = None
         self._closed = False
-        self._moves_first = False
         self._looked_at = float("-inf")
 
     def initialOffset(self) -> dict[str, Any]:  # noqa: N802
@@ -68,10 +67,6 @@ class StagedSource(StreamSource):
         self._begin(None)
         return super().initialOffset()
 
-    def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802
-        """Record that the query ends. Its position is unknown before `latestOffset`."""
-        self._moves_first = True
-
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802
         """Return the end of the next batch, or raise the error that ended the relay."""
         if isinstance(limit, ReadAllAvailable):
@@ -80,9 +75,8 @@ class StagedSource(StreamSource):
         relay = self._begin(None if initial else position)
         if relay is not None and relay.error is not None:
             raise relay.error
-        if self._moves_first:
+        if relay is not None and self._available_now:
             self._move_ready(relay)
-            self._moves_first = False
         try:
             planned = super().latestOffset(start, limit)
         except TopologyMismatch as error:
@@ -99,20 +93,19 @@ class StagedSource(StreamSource):
         self._close_relay()
         super().stop()
 
-    def _move_ready(self, relay: StageRelay | None) -> None:
-        """Move the messages that are ready now, then record the end of the stage."""
-        options = self._relay_options
-        if relay is not None and options is not None:
-            if self._wait_moved(relay, options.queue):
-                relay.wait_settled(_SETTLED)
-            else:
-                logger.warning(
-                    "queue %r is not empty, but another relay is active, other consumers or a lagging node have the "
-                    "rest, or the broker is unavailable: reading what the stage has now",
-                    options.queue,
-                )
-            self._close_relay()
-        super().prepareForTriggerAvailableNow()
+    def _move_ready(self, relay: StageRelay) -> None:
+        """Move the messages that are ready now, and end the relay."""
+        assert self._relay_options is not None, "there is no relay"  # noqa: S101
+        queue = self._relay_options.queue
+        if self._wait_moved(relay, queue):
+            relay.wait_settled(_SETTLED)
+        else:
+            logger.warning(
+                "queue %r is not empty, but another relay is active, other consumers or a lagging node have the rest, "
+                "or the broker is unavailable: reading what the stage has now",
+                queue,
+            )
+        self._close_relay()
 
     def _wait_moved(self, relay: StageRelay, queue: str) -> bool:
         """Wait until the ready messages are moved. Return whether they are.
