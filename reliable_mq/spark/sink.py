@@ -239,11 +239,9 @@ class _Partition:
     number: int
     ids: MessageIds = field(init=False)
     publisher: Publisher = field(init=False)
-    confirmations: deque[Confirmation] = field(default_factory=deque)
+    confirmations: deque[tuple[int, Confirmation]] = field(default_factory=deque)  # with the numbers of their rows
     letters: deque[tuple[int, Confirmation]] = field(default_factory=deque)
-    rows: int = 0  # submitted
-    settled: int = 0  # settled rows from the start, in order; the next row is the first of `confirmations`
-    unsent: deque[int] = field(default_factory=deque)  # rows without a confirmation, in order
+    rows: int = 0
     bytes: int = 0
     kept: int = 0  # total size of the bodies in `confirmations`
     dead_lettered: int = 0
@@ -265,27 +263,26 @@ class _Partition:
     def _publish(self, batch: pa.RecordBatch) -> None:
         confirmations = self.confirmations
         submit = self.publisher.submit
-        for outgoing in self.plan.messages(batch, self.ids, self.rows):
-            self.rows += 1
+        for row, outgoing in enumerate(self.plan.messages(batch, self.ids, self.rows), self.rows):
+            self.rows = row + 1
             if isinstance(outgoing, UnsendableRow):
                 self._unsendable(outgoing)
                 continue
             message, exchange, routing_key = outgoing
             try:
-                confirmations.append(submit(message, exchange=exchange, routing_key=routing_key))
+                confirmations.append((row, submit(message, exchange=exchange, routing_key=routing_key)))
             except (PublishError, ConfigurationError) as error:  # ConfigurationError: bad exchange or routing key
-                self._not_submitted(outgoing, error)
+                self._not_submitted(row, outgoing, error)
                 continue
             self.bytes += len(message.body)
             self.kept += len(message.body)
             if len(confirmations) > _ROWS_KEPT or self.kept > _BYTES_KEPT:
                 self._settle(len(confirmations) - 1)
-            elif confirmations[0].outcome is not None:
+            elif confirmations[0][1].outcome is not None:
                 self._settle(len(confirmations))
 
     def _unsendable(self, row: UnsendableRow) -> None:
         """Handle a row that cannot be made into a message."""
-        self.unsent.append(row.number)
         failure = PublishError(row.reason, message_id=row.message_id)
         if self.options.dead_letter_queue is not None:
             try:
@@ -299,10 +296,8 @@ class _Partition:
         self._failed(row.number, row.message_id, failure)
         self._check()
 
-    def _not_submitted(self, outgoing: Outgoing, error: PublishError | ConfigurationError) -> None:
+    def _not_submitted(self, row: int, outgoing: Outgoing, error: PublishError | ConfigurationError) -> None:
         """Handle a message that was refused before it was sent."""
-        row = self.rows - 1
-        self.unsent.append(row)
         if self._is_of_the_row(error):
             self._dead_letter(row, letter_of_message(outgoing, error))
             return
@@ -335,14 +330,10 @@ class _Partition:
     def _settle(self, beyond: int) -> None:
         """Settle confirmations from the front, and wait while more than ``beyond`` remain."""
         confirmations = self.confirmations
-        while confirmations and (confirmations[0].outcome is not None or len(confirmations) > beyond):
-            confirmation = confirmations.popleft()
+        while confirmations and (confirmations[0][1].outcome is not None or len(confirmations) > beyond):
+            row, confirmation = confirmations.popleft()
             self.kept -= len(confirmation.message.body)
-            while self.unsent and self.unsent[0] == self.settled:
-                self.unsent.popleft()
-                self.settled += 1
-            row, error = self.settled, confirmation.exception()
-            self.settled += 1
+            error = confirmation.exception()
             if error is None:
                 continue
             if not self.errors and self._is_of_the_row(error):
