@@ -359,24 +359,24 @@ def read_options(given: Mapping[str, str], *, streaming: bool) -> QueueOptions |
             "no options: give url, and queue or stream. A table made by CREATE TABLE ... USING rabbitmq is given none "
             "by Spark: use CREATE TEMPORARY VIEW name USING rabbitmq OPTIONS (url '...', stream '...')"
         )
-    texts = {name.lower(): text for name, text in given.items()}
-    if "stage" in texts and not streaming:
-        stage = texts["stage"].strip()
+    given = {name.lower(): text for name, text in given.items()}
+    if "stage" in given and not streaming:
+        stage = given["stage"].strip()
         _refuse(f"stage is for spark.readStream: spark.read reads the stage with the option stream={stage!r}")
-    if "stage" in texts:
-        return _staged_options(texts)
-    if ("queue" in texts) == ("stream" in texts):
+    if "stage" in given:
+        return _staged_options(given)
+    if ("queue" in given) == ("stream" in given):
         _refuse(
             "give one of the options queue and stream: "
-            + ("both are there, and a query reads either queues or streams" if "queue" in texts else "neither is there")
+            + ("both are there, and a query reads either queues or streams" if "queue" in given else "neither is there")
         )
-    if "stream" in texts:
+    if "stream" in given:
         return _stream_options(given, streaming=streaming)
     if not streaming:
         # A batch read has no commit. Spark does not tell its source whether the job has succeeded, reads partitions
         # again when a task is retried or a plan is run twice, and keeps no checkpoint.
         _refuse(
-            f"queue {texts['queue']!r} cannot be read with spark.read: a batch read never says that it is done, so "
+            f"queue {given['queue']!r} cannot be read with spark.read: a batch read never says that it is done, so "
             "nothing could be acked without losing messages. Use spark.readStream with trigger(availableNow=True), "
             "which reads what is there and ends; or read a stream, with the option stream"
         )
@@ -397,15 +397,14 @@ def _has(positions: StartingPositions | None, word: str) -> bool:
 
 
 def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptions:
-    names = {name.lower() for name in given}
     for place, article in (("starting", "a"), ("ending", "an")):
         one, by_stream = f"{place}Timestamp", f"{place}OffsetsByTimestamp"
-        if {one.lower(), by_stream.lower()} <= names:
+        if {one.lower(), by_stream.lower()} <= given.keys():
             _refuse(f"{one} and {by_stream} are both given: leave one of them out")
-        if f"{place}offsets" in names and names & {one.lower(), by_stream.lower()}:
+        if f"{place}offsets" in given and given.keys() & {one.lower(), by_stream.lower()}:
             _refuse(f"{place}Offsets and {article} {one} are both given: leave one of them out")
     for option in () if streaming else _of_triggers(None):
-        if option.name.lower() in names:
+        if option.name.lower() in given:
             _refuse(f"{option.name} is for readStream: a batch read ends at endingOffsets, and is one batch")
     values = _source_values(given, _STREAM)
     if streaming and values.keys() & {"ending_offsets", "ending_timestamp"}:
@@ -439,7 +438,6 @@ def _check_period(begin: Timestamps | None, end: Timestamps | None) -> None:
 
 
 def _staged_options(given: Mapping[str, str]) -> StagedOptions:
-    """Check the options of staged mode. Their names are in lower case."""
     if "stream" in given:
         _refuse("stream and stage are both given: with stage, the option queue says where messages come from")
     _check_known(given, _STAGED)
@@ -477,7 +475,8 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
             "a view made by CREATE TEMPORARY VIEW name (body binary) USING rabbitmq "
             "OPTIONS (url '...', routingKey '...')"
         )
-    values = _values({name: text for name, text in given.items() if name.lower() not in _SPARKS_OWN}, _SINK)
+    given = {name.lower(): text for name, text in given.items()}
+    values = _values({name: text for name, text in given.items() if name not in _SPARKS_OWN}, _SINK)
     values.pop("async_progress", None)
     _connect(values)
     mode, queue = values.pop("mode", "fail"), values.get("dead_letter_queue")
@@ -498,7 +497,7 @@ def write_options(given: Mapping[str, str]) -> WriteOptions:
 
 def _check_known(given: Mapping[str, str], options: Sequence[_Option]) -> None:
     by_name = {option.name.lower(): option.name for option in options}
-    for name in map(str.lower, given):
+    for name in given:
         if name == "path":
             _refuse("a path is given to load() or start(): RabbitMQ has none; name the queue in an option")
         if name not in by_name:
@@ -520,11 +519,10 @@ def _refuse_other_mode(name: str, options: Sequence[_Option]) -> None:
 def _values(given: Mapping[str, str], options: Sequence[_Option]) -> dict[str, Any]:
     """Return the parsed values of the given options, by field."""
     _check_known(given, options)
-    texts = {name.lower(): text for name, text in given.items()}
     return {
-        option.field: option.read(option.name, texts[option.name.lower()])
+        option.field: option.read(option.name, given[option.name.lower()])
         for option in options
-        if option.name.lower() in texts
+        if option.name.lower() in given
     }
 
 
