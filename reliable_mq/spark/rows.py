@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from hashlib import blake2b
 from itertools import repeat
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import pyarrow as pa
@@ -44,6 +45,7 @@ from reliable_mq.spark.options import WriteOptions
 __all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "letter_of_message", "letter_of_row", "written_values"]
 
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_name: Final = itemgetter(0)  # of an entry of a map
 
 
 class UnsendableRow(NamedTuple):
@@ -259,10 +261,6 @@ def _written(kind: pa.DataType, value: Any) -> Any:
     if isinstance(value, bytes) and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         return value.decode("utf-8", "surrogateescape")
     return value
-
-
-def _name(entry: tuple[str, Any]) -> str:
-    return entry[0]
 
 
 def _escaped(column: pa.Array) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from operator import attrgetter
 from typing import Final, TypeVar
 
 from reliable_mq._util.logs import get_logger
@@ -47,6 +48,8 @@ _QUICK: Final = 0.25  # the same if the stream will be queried again
 _CERTAIN: Final = 12.0  # the same if messages would be missed, and to look again: RabbitMQ counts every five seconds
 _BETWEEN_ATTEMPTS: Final = 1.0  # seconds
 _EMPTY: Final = StreamEnd(0, 0.0)
+_position: Final = attrgetter("position")
+_position_and_count: Final = attrgetter("position", "messages")
 
 
 _Value = TypeVar("_Value", int, int | str)
@@ -187,7 +190,7 @@ class StreamPlanner:
                 break
             time.sleep(_QUICK)
             for name in behind:
-                newer = max(ends[name], end_of(self._connected(), name, _SURE), key=_looked)
+                newer = max(ends[name], end_of(self._connected(), name, _SURE), key=_position_and_count)
                 if newer != ends[name]:
                     ends[name], changed_at = newer, time.monotonic()
         return ends
@@ -430,11 +433,3 @@ def _by_name(option: str, given: _Value | Mapping[str, _Value], names: Collectio
             f"{', '.join(given)}"
         )
     return {name: given[name] for name in names}
-
-
-def _position(end: StreamEnd) -> int:
-    return end.position
-
-
-def _looked(end: StreamEnd) -> tuple[int, int]:
-    return end.position, end.messages
