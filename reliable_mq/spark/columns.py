@@ -36,7 +36,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from reliable_mq.codec import CodecError, Properties, RawDelivery, integer_header
+from reliable_mq.codec import CodecError, Properties, RawDelivery, integer_header, stream_offset
 from reliable_mq.codec.methods import STREAM_OFFSET
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
@@ -116,7 +116,6 @@ _TRACEPARENT: Final = b"\x0btraceparent"  # the encoded name in a header table
 _STAGED: Final = HEADER.encode()
 _OFFSET_ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"
 _ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a header table with no other entry
-_WITH_OFFSET: Final = len(_ONLY_OFFSET) + 8
 _ALL: Final = 0xFFFF
 #: The bit of each property in the first two bytes of the encoded properties. Without it, the column is null.
 _FLAGS: Final = {
@@ -136,6 +135,7 @@ _FLAGS: Final = {
     "app_id": 0x0008,
 }
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999
+_delivery_count: Final = integer_header("x-delivery-count")
 
 
 class TypedHeaders(str):
@@ -317,7 +317,7 @@ def _staged_batch(deliveries: Sequence[RawDelivery], stream: str, names: Sequenc
         held = [delivery] if entry is None else entry.originals
         originals += held
         queues += [stream if entry is None else _clean(entry.queue)] * len(held)
-        offsets += [_value(_offset, Properties(delivery.properties))] * len(held)
+        offsets += [stream_offset(delivery.properties)] * len(held)
     batch = decode(raw_batch(originals, queues), names)
     if "offset" not in names:
         return batch
@@ -406,25 +406,18 @@ def _traceparent(properties: Properties) -> str | None:
     return _as_text(properties.headers.get("traceparent"))
 
 
-def _offset(properties: Properties) -> int | None:
-    raw = properties.raw
-    at = _has_only_offset(raw)
-    if at:
-        return int.from_bytes(raw[at + len(_ONLY_OFFSET) : at + len(_ONLY_OFFSET) + 8], signed=True)
-    return _offset_among_headers(properties)
-
-
-def _has_only_offset(raw: bytes) -> int:
-    """Return the position of a header table with only the stream offset, else 0."""
+def _has_only_offset(raw: bytes) -> bool:
+    """Return whether the stream offset is the only header."""
     try:
         at = 2
         if raw[0] & 0x80:  # skips the content type
             at += 1 + raw[at]
         if raw[0] & 0x40:  # skips the content encoding
             at += 1 + raw[at]
-        return at if raw[0] & 0x20 and raw.startswith(_ONLY_OFFSET, at) and len(raw) >= at + _WITH_OFFSET else 0
+        has_headers = bool(raw[0] & 0x20)
+        return has_headers and raw.startswith(_ONLY_OFFSET, at) and len(raw) >= at + len(_ONLY_OFFSET) + 8
     except IndexError:
-        return 0
+        return False
 
 
 def _as_text(value: object) -> str | None:
@@ -451,14 +444,6 @@ def _as_json(value: object) -> object:
     if isinstance(value, list | tuple):
         return [_as_json(each) for each in value]
     return str(value)
-
-
-def _number_in_headers(header: str) -> Callable[[Properties], int | None]:
-    read = integer_header(header)
-    return lambda properties: read(properties.raw)
-
-
-_offset_among_headers: Final = _number_in_headers(STREAM_OFFSET)
 
 
 def _expiration(properties: Properties) -> float | None:
@@ -492,8 +477,8 @@ _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
             "user_id",
         )
     },
-    "offset": _offset,
-    "delivery_count": _number_in_headers("x-delivery-count"),
+    "offset": lambda properties: stream_offset(properties.raw),
+    "delivery_count": lambda properties: _delivery_count(properties.raw),
     "headers": _headers,
     "traceparent": _traceparent,
     "priority": lambda properties: properties.priority,
