@@ -59,6 +59,7 @@ __all__ = [
     "from_host",
     "has_newest",
     "is_shorter",
+    "offset_of",
     "offsets_at",
 ]
 
@@ -297,7 +298,7 @@ def end_of(channel: StreamChannel, stream: str, patience: float) -> StreamEnd:
             break
         messages = _counted(channel, stream)  # answered after all deliveries that were on their way
         arrived += channel.take(0.0, of=(tag,))
-        found = StreamEnd(_offset(arrived[-1], stream) + 1, _average(arrived), messages, hash(arrived[-1].body))
+        found = StreamEnd(offset_of(arrived[-1], stream) + 1, _average(arrived), messages, hash(arrived[-1].body))
         if len(arrived) < _PREFETCH:
             break
         channel.ack()  # the prefetch may have held back the rest of the chunk
@@ -363,7 +364,7 @@ def has_newest(channel: StreamChannel, stream: str, end: StreamEnd, patience: fl
     channel.cancel(tag)
     if not arrived:
         return None
-    return _offset(arrived[0], stream) >= end.position or hash(arrived[0].body) == end.newest
+    return offset_of(arrived[0], stream) >= end.position or hash(arrived[0].body) == end.newest
 
 
 def first_offsets(channel: StreamChannel, streams: Collection[str], patience: float) -> dict[str, int]:
@@ -391,7 +392,7 @@ def first_offsets_and_next(
     first = first_offsets(channel, streams, patience)  # ends with a round trip, after the deliveries of the same event
     arrived = channel.take(0.0, of=tags) if tags else []
     channel.cancel(*tags)
-    return first, {tags[each.consumer_tag]: _offset(each, tags[each.consumer_tag]) for each in arrived}
+    return first, {tags[each.consumer_tag]: offset_of(each, tags[each.consumer_tag]) for each in arrived}
 
 
 def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], patience: float) -> dict[str, int]:
@@ -405,7 +406,7 @@ def offsets_at(channel: StreamChannel, places: Mapping[str, str | datetime], pat
     while len(found) < len(tags) and (left := until - time.monotonic()) > 0:
         for delivery in channel.take(left, of=tags):
             name = tags[delivery.consumer_tag]
-            found[name] = _offset(delivery, name)
+            found[name] = offset_of(delivery, name)
     channel.cancel(*tags)
     return found
 
@@ -415,7 +416,7 @@ def _first_offset(channel: StreamChannel, stream: str) -> int | None:
     tag = channel.consume(stream, "first", 1)
     arrived = _first_of(channel, stream, tag, 0.0)
     channel.cancel(tag)
-    return _offset(arrived[0], stream) if arrived else None
+    return offset_of(arrived[0], stream) if arrived else None
 
 
 def _first_of(channel: StreamChannel, stream: str, tag: str, patience: float) -> list[RawDelivery]:
@@ -445,7 +446,7 @@ def _counted(channel: StreamChannel, stream: str) -> int:
     return state.messages if isinstance(state, QueueState) else 0
 
 
-def _offset(delivery: RawDelivery, stream: str) -> int:
+def offset_of(delivery: RawDelivery, stream: str) -> int:
     offset = stream_offset(delivery.properties)
     if offset is None:
         raise ConfigurationError(f"a message of {stream!r} came without an offset: it is not a stream")

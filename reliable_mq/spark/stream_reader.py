@@ -23,7 +23,7 @@ from typing import Final
 import pyarrow as pa
 
 from reliable_mq._util.logs import get_logger
-from reliable_mq.codec import CodecError, Properties, RawDelivery, stream_offset
+from reliable_mq.codec import CodecError, Properties, RawDelivery
 from reliable_mq.codec.methods import CheckQueue
 from reliable_mq.core.stage.envelope import messages_in
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, ReliableMQError, TopologyMismatch
@@ -32,7 +32,7 @@ from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.queue_batches import size_of
 from reliable_mq.spark.queue_subscriptions import PrefetchChoice, PrefetchController
-from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
 
 __all__ = ["RangeReader", "ValueFilter"]
@@ -143,7 +143,7 @@ class RangeReader:
                 self._wait_on()
                 continue
             self._progressed()
-            offsets = [self._offset(delivery) for delivery in deliveries]
+            offsets = [offset_of(delivery, stream) for delivery in deliveries]
             channel.ack()
             missing = self._missing(offsets)
             if missing is not None:
@@ -228,12 +228,6 @@ class RangeReader:
                 "failOnDataLoss to false to go on without them"
             )
         logger.warning("%s; continuing because failOnDataLoss is false", what)
-
-    def _offset(self, delivery: RawDelivery) -> int:
-        offset = stream_offset(delivery.properties)
-        if offset is None:
-            raise ConsumeError(f"a message of {self._range.stream!r} came without an offset: it is not a stream")
-        return offset
 
     def _connected(self, what: str) -> StreamChannel:
         return StreamChannel(from_host(self._settings, self._passed), name=f"spark-{what}")
