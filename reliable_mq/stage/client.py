@@ -162,7 +162,6 @@ class RelayClient(ConnectionListener):
     # -- any thread ----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Connect in the background."""
         self._io.start()
         self._io.call_soon(self._tick)
 
@@ -174,7 +173,6 @@ class RelayClient(ConnectionListener):
         self._enter(RelayState.ENDED)
 
     def wait_ended(self, timeout: float | None) -> bool:
-        """Wait until the relay has ended. Return whether it has."""
         with self.changed:
             return self.changed.wait_for(lambda: self.state is RelayState.ENDED, timeout)
 
@@ -240,7 +238,6 @@ class RelayClient(ConnectionListener):
         self._io.write(self._session.opened(generation, channel, frame_max, os.urandom(8), time.monotonic()))
 
     def lost(self, generation: int, loss: ConnectionLoss) -> None:
-        """End the epoch: its channel is lost."""
         self._session.lost()
         self._out.clear()
         self._subscription, self._tag = _ChannelReads.NONE, None
@@ -283,12 +280,10 @@ class RelayClient(ConnectionListener):
         self._enter(RelayState.WAITING if taken else RelayState.CONNECTING)
 
     def blocked(self, reason: str) -> None:
-        """Record that the broker has stopped reading from the connection."""
         self._blocked = True
         logger.warning("%s: the broker blocks publishing: %s", self, reason)
 
     def unblocked(self) -> None:
-        """Record that the broker reads again."""
         self._blocked = False
         self._session.waited(time.monotonic())
 
@@ -306,7 +301,6 @@ class RelayClient(ConnectionListener):
         self._fail(f"stream {routing_key!r} of the stage is gone ({code} {text})")
 
     def acked(self, tag: int, multiple: bool) -> None:
-        """Record a confirm. The acks follow at the end of the read."""
         self._session.confirmed(self._channel_generation, tag, multiple)
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
@@ -423,7 +417,7 @@ class RelayClient(ConnectionListener):
         """Cancel the subscription and perform the steps to the next one."""
         cancel = () if self._tag is None else (Cancel(self._tag),)
         self._subscription, self._tag, self._changing = to, tag, True
-        self._io.run(_all((*cancel, *steps)), self._subscription_changed)
+        self._io.run(_all(*cancel, *steps), self._subscription_changed)
 
     def _subscription_changed(self, outcome: object) -> None:
         self._changing = False
@@ -456,7 +450,6 @@ class RelayClient(ConnectionListener):
         self._io.reopen_channel()
 
     def _tick(self) -> None:
-        """Check the deadlines."""
         now = time.monotonic()
         session = self._session
         if self._blocked:
@@ -477,7 +470,7 @@ class RelayClient(ConnectionListener):
         return bool(self._session.tail) or not self.counts.has_moved(self.moved)
 
     def _count(self) -> None:
-        self._io.run(_all((CheckQueue(self._options.queue),)), self._counted)
+        self._io.run(_all(CheckQueue(self._options.queue)), self._counted)
 
     def _counted(self, count: object) -> None:
         if not isinstance(count, QueueState):
@@ -523,7 +516,7 @@ class RelayClient(ConnectionListener):
             return
         if self._subscription is _ChannelReads.QUEUE and self._tag is not None:
             self._enter(RelayState.CANCELLING)
-            self._io.run(_all((Cancel(self._tag),)), self._queue_cancelled)
+            self._io.run(_all(Cancel(self._tag)), self._queue_cancelled)
             self._subscription, self._tag = _ChannelReads.NONE, None
         else:
             self._enter(RelayState.CONFIRMING)
@@ -543,7 +536,7 @@ class RelayClient(ConnectionListener):
             self._out.append(session.ending(time.monotonic()))
         self._write_out()
         self._enter(RelayState.DISCONNECTING)
-        self._io.run(_all((CheckQueue(self._options.queue),)), self._finish)
+        self._io.run(_all(CheckQueue(self._options.queue)), self._finish)
 
     def _finish(self, _outcome: object = None) -> None:
         self._enter(RelayState.ENDED)
@@ -561,7 +554,7 @@ def _wait(rounds: int) -> float:
     return min(0.1 * 2.0 ** min(rounds, 10), _LONGEST_WAIT)
 
 
-def _all(steps: tuple[Step, ...]) -> StepGenerator:
+def _all(*steps: Step) -> StepGenerator:
     """Perform the steps and return the outcome of the last one."""
     outcome = None
     for step in steps:
