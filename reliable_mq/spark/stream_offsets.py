@@ -65,9 +65,9 @@ def marked_initial(positions: Positions) -> dict[str, Any]:
     return {_INITIAL: dict(positions)}
 
 
-def from_checkpoint(offset: Mapping[str, Any]) -> tuple[dict[str, int], bool]:
+def from_checkpoint(offset: object) -> tuple[dict[str, int], bool]:
     """Decode a Spark offset: the positions, and whether the query begins there."""
-    inner = offset.get(_INITIAL)
+    inner = offset.get(_INITIAL) if isinstance(offset, dict) else None
     initial = isinstance(inner, dict)
     positions = inner if initial else offset
     if not isinstance(positions, dict) or not all(type(value) is int for value in positions.values()):
