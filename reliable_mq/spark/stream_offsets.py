@@ -12,11 +12,11 @@ maximum number of its messages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pyspark.sql.datasource import InputPartition
 
@@ -36,6 +36,8 @@ __all__ = [
 
 #: The next offset to read, by stream.
 Positions = Mapping[str, int]
+
+_Key = TypeVar("_Key", str, int)
 
 _INITIAL: Final = "initial"
 _FREE: Final = 16  # tasks
@@ -88,10 +90,8 @@ def limited(
 ) -> dict[str, int]:
     """Return the end of a limited batch, in which each stream has its share.
 
-    The batch admits at least one message if there is one.
-
-    The accuracy of the byte limit depends on ``average``, the average size of a message in bytes, by stream. A stream
-    that is missing in ``start`` is not limited here.
+    The batch admits at least one message if there is one. The accuracy of the byte limit depends on ``average``, the
+    average size of a message in bytes, by stream.
     """
     backlog = {name: end[name] - start[name] for name in end if end[name] > start[name]}
     total = sum(backlog.values())
@@ -112,15 +112,13 @@ def ranges_of(start: Positions, end: Positions) -> list[StreamRange]:
     return [StreamRange(name, start[name], end[name]) for name in sorted(end) if end[name] > start.get(name, end[name])]
 
 
-def split(ranges: Iterable[StreamRange], least: int | None, most_records: int | None = None) -> list[StreamRange]:
+def split(whole: Sequence[StreamRange], least: int | None, most_records: int | None = None) -> list[StreamRange]:
     """Split ranges by size into ``least`` pieces, as far as they are `worth_having`."""
-    whole = list(ranges)
     counts = [1 if most_records is None else -(-each.size // most_records) for each in whole]
     wanted = 0 if least is None else worth_having(least, sum(each.size for each in whole))
     if wanted > sum(counts):
-        spare = {str(index): each.size - counts[index] for index, each in enumerate(whole)}
-        extra = _shares(spare, wanted - sum(counts))
-        counts = [count + extra[str(index)] for index, count in enumerate(counts)]
+        extra = _shares({index: each.size - counts[index] for index, each in enumerate(whole)}, wanted - sum(counts))
+        counts = [count + extra[index] for index, count in enumerate(counts)]
     return [piece for each, count in zip(whole, counts, strict=True) for piece in _pieces(each, count)]
 
 
@@ -138,7 +136,7 @@ def _pieces(each: StreamRange, count: int) -> Iterable[StreamRange]:
     return [StreamRange(each.stream, *pair) for pair in pairwise(bounds)]
 
 
-def _shares(sizes: Mapping[str, int], total: int) -> dict[str, int]:
+def _shares(sizes: Mapping[_Key, int], total: int) -> dict[_Key, int]:
     """Distribute ``total`` proportionally. The remainder first fills empty shares."""
     whole = sum(sizes.values())
     if total >= whole:

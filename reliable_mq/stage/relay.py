@@ -68,7 +68,7 @@ class StageRelay:
     @property
     def active(self) -> bool:
         """Whether the relay moves messages, rather than waits for a relay or the broker."""
-        return self._is_active()
+        return self._client.state is RelayState.ACTIVE
 
     @property
     def tail_messages(self) -> int:
@@ -96,7 +96,7 @@ class StageRelay:
         Raises:
             ReliableMQError: If an error has ended the relay.
         """
-        return self._wait_for(self._is_active, timeout)
+        return self._wait_for(lambda: self.active, timeout)
 
     def wait_moved(self, timeout: float) -> bool:
         """Wait until the messages that were ready at activation are moved.
@@ -115,7 +115,7 @@ class StageRelay:
             ReliableMQError: If an error has ended the relay.
         """
         client = self._client
-        return self._wait_for(lambda: self._is_active() and client.counts.has_moved(client.moved), timeout)
+        return self._wait_for(lambda: self.active and client.counts.has_moved(client.moved), timeout)
 
     def wait_settled(self, timeout: float) -> None:
         """Wait until the next relay has little to read from the end of the stage.
@@ -126,10 +126,7 @@ class StageRelay:
             ReliableMQError: If an error has ended the relay.
         """
         client, moved, most = self._client, self._client.moved, _LONG_TAIL // self._options.messages_per_entry
-        self._wait_for(lambda: not self._is_active() or client.unsettled <= most or client.moved != moved, timeout)
-
-    def _is_active(self) -> bool:
-        return self._client.state is RelayState.ACTIVE
+        self._wait_for(lambda: not self.active or client.unsettled <= most or client.moved != moved, timeout)
 
     def _wait_for(self, condition: Callable[[], bool], timeout: float) -> bool:
         client = self._client
@@ -159,7 +156,7 @@ class StageRelay:
     def status(self) -> StageStatus:
         """Return the current status."""
         session = self._session
-        return StageStatus(int(self._is_active()), session.outstanding, session.held, self._client.counts.ready)
+        return StageStatus(int(self.active), session.outstanding, session.held, self._client.counts.ready)
 
     def _readings(self) -> Iterator[Reading]:
         return readings((self._options.queue, self._options.stage), self.status(), self.statistics)
