@@ -348,71 +348,55 @@ def letter_of_row(row: UnsendableRow, ids: MessageIds) -> Message:
     for name, value in values.items():
         if value is None or name == "persistent":
             continue
-        if name == "reply_to" and value == _DIRECT_REPLY:
-            unfit[name] = value
-        elif not _fits(name, value):
-            unfit[name] = _header_text(f"{value} microseconds since 1970" if name == "timestamp" else value)
-        elif name in _MOVED:
-            table[_MOVED[name]] = str(round(value * 1000)) if name == "expiration" else value
-        else:
+        if _fits(name, value):
             fit[name] = moment(value) if name == "timestamp" else value
+        else:
+            unfit[name] = _header_text(f"{value} microseconds since 1970" if name == "timestamp" else value)
     if "message_id" not in fit:
         others = sorted((name, value) for name, value in row.values.items() if name != "body")
         fit["message_id"] = ids.of(body or b"", (body is None, others))
-    table |= _ours(row.reason, exchange or "", routing_key or "")
-    if unfit:
-        table[headers.ORIGINAL_COLUMNS] = unfit
-    body = body or b""
-    return _bounded(Message(body, headers=table, **fit), cut=len(body) > _LARGEST)
+    message = Message(body or b"", headers=table, **fit)
+    refused = Outgoing(message, exchange or "", routing_key or "")
+    return _letter(refused, row.reason, unfit, cut=len(message.body) > _LARGEST)
 
 
 def letter_of_message(refused: Outgoing | Publication, error: PublishError | ConfigurationError) -> Message:
     """Return the dead letter of a message that cannot go to its row's destination."""
-    message = refused.message
-    view = Properties(encode_properties(message))
-    table = {name: value for name, value in view.headers.items() if name not in _COPIES}
-    for name, original in _COPIES.items():
-        if name in view.headers:
-            table[original] = view.headers[name]
-    for name, original in _MOVED.items():
-        value = getattr(view, name)
-        if value is not None:
-            table[original] = value
-    table |= _ours(str(error), refused.exchange, refused.routing_key)
-    letter = message.replace(user_id=None, expiration=None, persistent=True)
-    if view.reply_to == _DIRECT_REPLY:
-        table[headers.ORIGINAL_COLUMNS] = {"reply_to": _DIRECT_REPLY}
-        letter = letter.replace(reply_to=None)
-    letter = letter.replace(headers=table)
     too_large = isinstance(error, PublishRefused) and is_too_large(error.reply_code, error.reply_text)
-    return _bounded(letter, cut=too_large)
+    return _letter(refused, str(error), {}, cut=too_large)
 
 
-def _ours(reason: str, exchange: str, routing_key: str) -> dict[str, Any]:
-    table = {
+def _letter(refused: Outgoing | Publication, reason: str, unfit: dict[str, Any], *, cut: bool) -> Message:
+    """Return a letter that fits into a frame, with a body that a broker accepts.
+
+    ``unfit`` holds the text of columns that are not in the message.
+    """
+    view = Properties(encode_properties(refused.message))
+    table: dict[str, Any] = {_COPIES.get(name, name): value for name, value in view.headers.items()}
+    table |= {original: getattr(view, name) for name, original in _MOVED.items() if getattr(view, name) is not None}
+    letter = refused.message.replace(user_id=None, expiration=None, persistent=True)
+    if view.reply_to == _DIRECT_REPLY:
+        unfit = {**unfit, "reply_to": _DIRECT_REPLY}
+        letter = letter.replace(reply_to=None)
+    table |= {
         headers.FORMAT: headers.FORMAT_VERSION,
         headers.DEAD_LETTER_REASON: _header_text(reason),
         headers.CONSUMER: "spark-sink",
         headers.PACKAGE_VERSION: OWN_VERSION,
-        headers.ORIGINAL_EXCHANGE: _header_text(exchange),
-        headers.ORIGINAL_ROUTING_KEY: _header_text(routing_key),
+        headers.ORIGINAL_EXCHANGE: _header_text(refused.exchange),
+        headers.ORIGINAL_ROUTING_KEY: _header_text(refused.routing_key),
     }
-    if not exchange:  # the default exchange: the routing key names the queue that a replay uses
-        table[headers.ORIGINAL_QUEUE] = _header_text(routing_key)
-    return table
-
-
-def _bounded(letter: Message, *, cut: bool) -> Message:
-    """Return a letter that fits into a frame, with a body that a broker accepts."""
-    ours = letter.headers
-    if len(encode_table(ours)) > _HEADERS:
-        ours = {name: value for name, value in ours.items() if name.startswith(headers.PREFIX)}
-        left_out = "headers, which are too large for a dead letter"
-        ours[headers.ORIGINAL_COLUMNS] = {"headers": left_out}
-        letter = letter.replace(headers=ours)
-    if not cut or len(letter.body) <= _CUT:
-        return letter
-    return letter.replace(body=letter.body[:_CUT], headers={**ours, headers.ORIGINAL_SIZE: len(letter.body)})
+    if not refused.exchange:  # the default exchange: the routing key names the queue that a replay uses
+        table[headers.ORIGINAL_QUEUE] = _header_text(refused.routing_key)
+    if unfit:
+        table[headers.ORIGINAL_COLUMNS] = unfit
+    if len(encode_table(table)) > _HEADERS:
+        table = {name: value for name, value in table.items() if name.startswith(headers.PREFIX)}
+        table[headers.ORIGINAL_COLUMNS] = {"headers": "headers, which are too large for a dead letter"}
+    if cut and len(letter.body) > _CUT:
+        table[headers.ORIGINAL_SIZE] = len(letter.body)
+        letter = letter.replace(body=letter.body[:_CUT])
+    return letter.replace(headers=table)
 
 
 def _fit_headers(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -426,7 +410,7 @@ def _fit_headers(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
         except (ConfigurationError, UnicodeError):
             unfit[f"headers[{_shown(name)}]"] = _header_text(value)
         else:
-            fit[_COPIES.get(name, name)] = value
+            fit[name] = value
     return fit, unfit
 
 
