@@ -392,7 +392,7 @@ def test_a_queue_is_left_while_another_cannot_be_counted(
     proxy = fault_proxy(vhost.url)
     reading = query(proxy.url, queue="other,orders", prefetch=50)
     reading.source.prepareForTriggerAvailableNow()
-    reader = reading.source._reader
+    batches = reading.source._reader._batches
 
     def disturb() -> None:
         publish_other()
@@ -401,7 +401,7 @@ def test_a_queue_is_left_while_another_cannot_be_counted(
         cut(proxy, reading)
 
     assert reading.batch(disturb) > 0
-    wait_until(lambda: reading.batch() < 0 or reader._remaining["other"] == 0, timeout=60, what="other", interval=0)
+    wait_until(lambda: reading.batch() < 0 or batches.remaining["other"] == 0, timeout=60, what="other", interval=0)
     vhost.wait_for_messages("other", 10)
 
 

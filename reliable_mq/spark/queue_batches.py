@@ -81,6 +81,7 @@ class Batches:
         self._session = session  # unique to this process
         self.waiting: deque[Delivery] = deque()  # in no batch
         self.held = 0  # bytes of all waiting and planned deliveries
+        self.remaining: dict[str, int] | None = None  # deliveries to plan, by queue, if there is a limit
         first = QueuePosition(session, 0, {})
         self._batch = _QueueBatch(first, first)  # the newest one; without deliveries once it is committed
 
@@ -88,11 +89,11 @@ class Batches:
         """Return whether the batch that follows ``start`` is already planned."""
         return bool(self._batch.deliveries) and self._batch.start == start
 
-    def waits(self, remaining: Mapping[str, int] | None = None) -> bool:
-        """Return whether a delivery is available to `plan` with this ``remaining``."""
-        if remaining is None:
+    def waits(self) -> bool:
+        """Return whether a delivery is available to `plan`."""
+        if self.remaining is None:
             return bool(self.waiting)
-        return any(remaining.get(delivery.queue, 0) > 0 for delivery in self.waiting)
+        return any(self.remaining[delivery.queue] > 0 for delivery in self.waiting)
 
     def arrived(self, deliveries: Sequence[Delivery]) -> int:
         """Add deliveries in this order and return their size in bytes."""
@@ -101,30 +102,28 @@ class Batches:
         self.held += size
         return size
 
-    def plan(
-        self, start: QueuePosition, *, most: int, most_bytes: int, remaining: Mapping[str, int] | None = None
-    ) -> QueuePosition:
+    def plan(self, start: QueuePosition, *, most: int, most_bytes: int) -> QueuePosition:
         """Return the end of a batch of waiting deliveries, or ``start`` if none waits.
 
-        A batch has at least one delivery, even if that exceeds ``most_bytes``, and at most ``remaining`` of each queue.
+        A batch has at least one delivery, even if that exceeds ``most_bytes``, and at most `remaining` of each queue.
         """
         if self.knows(start):
             return self._batch.end
-        left = None if remaining is None else dict(remaining)
+        remaining = self.remaining
         taken: list[Delivery] = []
         passed: list[Delivery] = []
         size = 0
         while self.waiting and len(taken) < most:
             delivery = self.waiting[0]
-            if left is not None and left.get(delivery.queue, 0) <= 0:
+            if remaining is not None and remaining[delivery.queue] <= 0:
                 passed.append(self.waiting.popleft())
                 continue
             if taken and size + size_of(delivery) > most_bytes:
                 break
             taken.append(self.waiting.popleft())
             size += size_of(delivery)
-            if left is not None:
-                left[delivery.queue] -= 1
+            if remaining is not None:
+                remaining[delivery.queue] -= 1
         self.waiting.extendleft(reversed(passed))
         end = start
         if taken:

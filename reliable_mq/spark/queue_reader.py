@@ -69,7 +69,6 @@ class QueueReader(ConnectionListener):
         # Shared by both threads, guarded by `_changed`.
         self._changed = threading.Condition()
         self._batches = Batches(session)
-        self._remaining: dict[str, int] | None = None  # by queue, if there is a limit
         self._ready: dict[str, int] = {}  # ready messages by queue, from the last count
         self._found: dict[str, int] = {}  # the same, before the subscription
         self._in_doubt: dict[str, int] = {}  # earlier deliveries of each queue whose count there is in doubt
@@ -148,7 +147,7 @@ class QueueReader(ConnectionListener):
                 if wait <= 0:
                     end = self._plan(start, 0 if self._too_few(start) else most)  # the backlog counts from the end
                     if end != start:
-                        backlog = sum(self._ready.values()) if self._remaining is None else 0
+                        backlog = sum(self._ready.values()) if self._batches.remaining is None else 0
                         self._intervals.planned(end.sequence - start.sequence, called - self._planned_at, backlog)
                         self._planned_at = time.monotonic()
                     return end
@@ -174,14 +173,14 @@ class QueueReader(ConnectionListener):
     def limit_to_ready(self) -> None:
         """Limit each queue to the messages that were ready before the subscription."""
         with self._changed:
-            self._remaining = dict(self._found)
+            self._batches.remaining = dict(self._found)
         self._leave([queue for queue, ready in self._found.items() if not ready])
 
     @property
     def exhausted(self) -> bool:
         """Whether all messages that were ready at the beginning are planned."""
         with self._changed:
-            return self._remaining is not None and not any(self._remaining.values())
+            return self._batches.remaining is not None and not any(self._batches.remaining.values())
 
     def count(self, timeout: float) -> dict[str, int] | None:
         """Count ready messages by queue, for queues within the limit.
@@ -198,8 +197,7 @@ class QueueReader(ConnectionListener):
                 raise self.error
             if self._counts == before:
                 return None
-            wanted = self._remaining
-            return {queue: ready for queue, ready in self._ready.items() if wanted is None or wanted.get(queue, 0) > 0}
+            return {queue: ready for queue, ready in self._ready.items() if self._has_more(queue)}
 
     def settled(self, timeout: float) -> bool:
         """Subscribe anew. Return whether nothing is ready, or on its way to this reader."""
@@ -252,7 +250,7 @@ class QueueReader(ConnectionListener):
         batches, now = self._batches, time.monotonic()
         if batches.knows(start):
             return 0.0
-        if not batches.waits(self._remaining) or self._too_few(start):
+        if not batches.waits() or self._too_few(start):
             return deadline - now
         if len(batches.waiting) >= most or batches.held >= self._options.max_bytes:
             return 0.0
@@ -264,22 +262,22 @@ class QueueReader(ConnectionListener):
     def _too_few(self, start: QueuePosition) -> bool:
         """Return whether to wait for ``minMessagesPerTrigger``, while more can be held."""
         least, waiting, held = self._options.min_messages, len(self._batches.waiting), self._batches.held
-        if least is None or waiting >= least or self._remaining is not None or self._batches.knows(start):
+        if least is None or waiting >= least or self._batches.remaining is not None or self._batches.knows(start):
             return False
         full = held >= self._options.max_bytes or waiting >= self._prefetch.granted or self._prefetch.paused
         return not full and time.monotonic() - self._planned_at < self._options.max_trigger_delay
 
     def _plan(self, start: QueuePosition, most: int) -> QueuePosition:
         known = self._batches.knows(start)
-        end = self._batches.plan(start, most=most, most_bytes=self._options.max_bytes, remaining=self._remaining)
-        if not known and end != start:
+        end = self._batches.plan(start, most=most, most_bytes=self._options.max_bytes)
+        if end != start and not known:
             self.statistics.batches += 1
-        if self._remaining is not None and not known:
-            before = {queue for queue, count in self._remaining.items() if count > 0}
-            for queue in before:
-                self._remaining[queue] -= end.queues.get(queue, 0) - start.queues.get(queue, 0)
-            self._leave([queue for queue in before if self._remaining[queue] <= 0])
+            self._leave([queue for queue in end.queues if self._batches.planned(queue) and not self._has_more(queue)])
         return end
+
+    def _has_more(self, queue: str) -> bool:
+        """Return whether deliveries of this queue are within the limit."""
+        return self._batches.remaining is None or self._batches.remaining[queue] > 0
 
     def _leave(self, queues: Sequence[str]) -> None:
         """Unsubscribe from queues whose limit is reached; leave the rest to others."""
@@ -322,8 +320,8 @@ class QueueReader(ConnectionListener):
             planned = self._batches.lost()
             self._intervals.taken_back |= bool(planned) and consumer_timeout_of(loss) is not None
             for delivery in planned:
-                if self._remaining is not None and delivery.source.generation == generation:
-                    self._remaining[delivery.queue] += 1  # the redelivery must not count twice
+                if self._batches.remaining is not None and delivery.source.generation == generation:
+                    self._batches.remaining[delivery.queue] += 1  # the redelivery must not count twice
             self._changed.notify_all()
         if self._closing:
             self._requeued.set()
@@ -391,7 +389,7 @@ class QueueReader(ConnectionListener):
     # -- on the I/O thread: subscriptions ------------------------------------------------------------------------------
 
     def _wants(self, queue: str) -> bool:
-        return not self._closing and (self._remaining is None or self._remaining.get(queue, 0) > 0)
+        return not self._closing and self._has_more(queue)
 
     def _grant(self) -> int:
         return self._prefetch.grant(self._acks.outstanding)

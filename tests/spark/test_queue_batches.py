@@ -106,13 +106,14 @@ def test_a_queue_of_which_enough_was_taken_is_passed_over() -> None:
     """The other queues continue, and the skipped deliveries keep their place."""
     batches = Batches(SESSION)
     batches.arrived([*deliveries(1, 2, "a"), *deliveries(3, 2, "b"), *deliveries(5, 1, "a")])
-    remaining = {"a": 1, "b": 9}
-    assert batches.waits(remaining)
-    end = batches.plan(START, most=9, most_bytes=LARGE, remaining=remaining)
+    batches.remaining = {"a": 1, "b": 9}
+    assert batches.waits()
+    end = plan(batches, START, most=9)
     assert tags(batches.deliveries(START, end)) == [1, 3, 4]
     assert end.queues == {"a": 1, "b": 2}
     assert tags(batches.waiting) == [2, 5]
-    assert not batches.waits({"a": 0, "b": 7})
+    assert batches.remaining == {"a": 0, "b": 7}
+    assert not batches.waits()
 
 
 def test_a_queue_counts_as_planned_until_its_batch_is_committed() -> None:
