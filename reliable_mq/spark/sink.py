@@ -32,7 +32,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import pyarrow as pa
@@ -46,7 +46,6 @@ from reliable_mq.codec.methods import ReplyCode
 from reliable_mq.core import headers
 from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused, PublishReturned, ReliableMQError
 from reliable_mq.message import Message
-from reliable_mq.spark.connection_options import ConnectionOptions
 from reliable_mq.spark.metrics import exporter
 from reliable_mq.spark.options import WriteOptions
 from reliable_mq.spark.pickling import PicklableByName
@@ -63,11 +62,9 @@ _IDLE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 5.0
 _KEPT: Final = 4
 
-_Key = tuple[str, ConnectionOptions, str | None, str | None, tuple[tuple[str, float | bool], ...]]
-
 _lock = threading.Lock()
-# Keyed by all options in which publishers differ. The most recently used one is last.
-_idle: dict[_Key, tuple[Publisher, threading.Timer]] = {}
+# Keyed by the options in which publishers differ. The most recently used one is last.
+_idle: dict[WriteOptions, tuple[Publisher, threading.Timer]] = {}
 
 
 class _TaskPublisher(Publisher):
@@ -82,7 +79,7 @@ class _TaskPublisher(Publisher):
 @contextmanager
 def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
     """Lend a publisher. Keep it after a clean exit, discard it after an exception."""
-    key = options.url, options.connection, options.metrics_directory, options.dead_letter_queue, options.publisher
+    key = replace(options, exchange=None, routing_key=None, traceparent=None)
     metrics = exporter(options.metrics_directory)
     registry = None if metrics is None else metrics.registry
     arguments: dict[str, Any] = options.connection.arguments() | dict(options.publisher)
@@ -104,7 +101,7 @@ def publisher_pool(options: WriteOptions) -> Iterator[Publisher]:
             metrics.write()  # the process may end at any time
 
 
-def _take(key: _Key) -> Publisher | None:
+def _take(key: WriteOptions) -> Publisher | None:
     with _lock:
         entry = _idle.pop(key, None)
     if entry is None:
@@ -114,7 +111,7 @@ def _take(key: _Key) -> Publisher | None:
     return publisher
 
 
-def _keep(key: _Key, publisher: Publisher) -> None:
+def _keep(key: WriteOptions, publisher: Publisher) -> None:
     timer = threading.Timer(_IDLE_SECONDS, _expire, (key, publisher))
     timer.daemon = True
     with _lock:
@@ -126,7 +123,7 @@ def _keep(key: _Key, publisher: Publisher) -> None:
         _close(other, _CLOSE_SECONDS)
 
 
-def _expire(key: _Key, publisher: Publisher) -> None:
+def _expire(key: WriteOptions, publisher: Publisher) -> None:
     with _lock:
         entry = _idle.get(key)
         if entry is None or entry[0] is not publisher:  # a task uses it
