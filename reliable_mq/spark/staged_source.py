@@ -192,7 +192,7 @@ class StagedSource(StreamSource):
 
     def _check_retention(self, position: Mapping[str, int]) -> None:
         """Update the metrics of the stage; warn if unread messages are about to expire."""
-        ends, beginnings = self._planner.known_ends() or {}, self._planner.beginnings()
+        ends, beginnings = self._planner.known_ends(), self._planner.beginnings()
         at_risk: dict[str, int] = {}
         for name, first in beginnings.items():
             at, end = position.get(name, 0), ends.get(name, 0)

@@ -122,8 +122,8 @@ class StreamPlanner:
         """Record the streams that the query has read. Some may follow a deleted one."""
         self._read = frozenset(names)
 
-    def ends(self, *, sure: bool) -> dict[str, StreamEnd]:
-        """Return the ends of all streams.
+    def ends(self, *, sure: bool) -> dict[str, int]:
+        """Return the positions after the newest messages of all streams.
 
         Args:
             sure: Whether to query now, to wait until a stream without deliveries is certain to be empty, and to look
@@ -140,7 +140,7 @@ class StreamPlanner:
                     raise
                 return self.ends(sure=sure)
             self._looked_at = time.monotonic()
-        return self._ends
+        return self.known_ends()
 
     def _looked_up(self, *, sure: bool) -> dict[str, StreamEnd]:
         names = self._names()
@@ -213,9 +213,9 @@ class StreamPlanner:
                 complete = False
         return found, complete
 
-    def known_ends(self) -> dict[str, int] | None:
-        """Return the ends that were found last, or None before the first lookup."""
-        return {name: end.position for name, end in self._ends.items()} or None
+    def known_ends(self) -> dict[str, int]:
+        """Return the ends that were found last; none before the first lookup."""
+        return {name: end.position for name, end in self._ends.items()}
 
     def beginnings(self) -> dict[str, int]:
         """Return the oldest offset of each stream; 0 for an empty one."""
@@ -270,7 +270,7 @@ class StreamPlanner:
 
     def ending(self) -> dict[str, int]:
         """Return the positions where a batch ends, according to the options."""
-        ends = {name: end.position for name, end in self.ends(sure=True).items()}
+        ends = self.ends(sure=True)
         if self._options.ending_timestamp is not None:
             until = _by_name("endingOffsetsByTimestamp", self._options.ending_timestamp, ends)
             places = {name: second(when, up=True) for name, when in until.items()}
@@ -305,10 +305,10 @@ class StreamPlanner:
         given = self._options.starting_offsets
         offsets = {} if isinstance(given, str) else {name: at for name, at in given.items() if isinstance(at, int)}
         for name, end in self.ends(sure=True).items() if any(offsets.values()) else ():
-            if offsets.get(name, 0) > end.position:
+            if offsets.get(name, 0) > end:
                 raise ConfigurationError(
                     f"startingOffsets of stream {name!r} is {offsets[name]}, and its next message will have offset "
-                    f"{end.position}: begin there, or at 'latest'"
+                    f"{end}: begin there, or at 'latest'"
                 )
 
     def reconciled(self, begin: Mapping[str, int], end: Mapping[str, int]) -> dict[str, int]:

@@ -106,15 +106,13 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         begin, initial = from_checkpoint(start)
         self._planner.recall(begin)
         if self._available_now and self._target is None:
-            found = self._planner.at_some_host(lambda: self._planner.ends(sure=True))
-            self._target = {name: end.position for name, end in found.items()}
+            self._target = self._planner.at_some_host(lambda: self._planner.ends(sure=True))
         if initial:
             return dict(begin)
         if self._away_until is not None and time.monotonic() < self._away_until:
             return start
         try:
-            ends = self._planner.ends(sure=False) if self._target is None else None
-            end = dict(self._target or {}) if ends is None else {name: end.position for name, end in ends.items()}
+            end = self._planner.ends(sure=False) if self._target is None else self._target
             known, begin = begin, self._planner.reconciled(begin, end)
         except BrokerUnavailable as error:
             if error.permanent or self._target is not None:
@@ -156,7 +154,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
         return waiting < least and now - self._planned_at < self._options.max_trigger_delay
 
     def reportLatestOffset(self) -> dict[str, Any] | None:  # noqa: N802
-        return self._planner.known_ends()
+        return self._planner.known_ends() or None
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """Return the ranges of a batch: the same for the same offsets, across restarts."""
@@ -178,7 +176,7 @@ class StreamSource(_Ranges, DataSourceStreamReader, SupportsTriggerAvailableNow)
             return
         if not metrics.streams.planned:
             on_termination(self._show_no_more)
-        metrics.show(end=self._planner.known_ends() or {}, planned=planned)
+        metrics.show(end=self._planner.known_ends(), planned=planned)
 
     def _show_no_more(self) -> None:
         metrics = exporter(self._options.metrics_directory)
