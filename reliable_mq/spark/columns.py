@@ -36,7 +36,15 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from reliable_mq.codec import CodecError, Properties, RawDelivery, integer_header, stream_offset
+from reliable_mq.codec import (
+    BASIC_PROPERTIES,
+    CodecError,
+    Properties,
+    RawDelivery,
+    encode_table,
+    integer_header,
+    stream_offset,
+)
 from reliable_mq.codec.methods import STREAM_OFFSET
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
@@ -114,25 +122,13 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
 _TYPES: Final = {field.name: to_arrow_type(field.dataType, timezone="UTC") for field in _READABLE}
 _TRACEPARENT: Final = b"\x0btraceparent"  # the encoded name in a header table
 _STAGED: Final = HEADER.encode()
-_OFFSET_ENTRY: Final = bytes((len(STREAM_OFFSET),)) + STREAM_OFFSET.encode() + b"l"
-_ONLY_OFFSET: Final = (len(_OFFSET_ENTRY) + 8).to_bytes(4) + _OFFSET_ENTRY  # a header table with no other entry
+_ONLY_OFFSET: Final = encode_table({STREAM_OFFSET: 2**63 - 1})[:-8]  # a table with no other header, up to its value
 _ALL: Final = 0xFFFF
-#: The bit of each property in the first two bytes of the encoded properties. Without it, the column is null.
+#: The bit of each property in the first two bytes of the encoded properties. Without it, the column is null
+#: (of the headers: empty).
 _FLAGS: Final = {
-    "content_type": 0x8000,
-    "content_encoding": 0x4000,
-    "offset": 0x2000,
-    "traceparent": 0x2000,
-    "delivery_count": 0x2000,
-    "priority": 0x0800,
-    "correlation_id": 0x0400,
-    "reply_to": 0x0200,
-    "expiration": 0x0100,
-    "message_id": 0x0080,
-    "timestamp": 0x0040,
-    "type": 0x0020,
-    "user_id": 0x0010,
-    "app_id": 0x0008,
+    **{name: 0x8000 >> index for index, name in enumerate(BASIC_PROPERTIES) if name != "headers"},
+    **dict.fromkeys(("offset", "traceparent", "delivery_count"), 0x2000),  # the bit of the headers
 }
 _LATEST: Final = 253_402_300_799  # the last second of the year 9999
 _delivery_count: Final = integer_header("x-delivery-count")
