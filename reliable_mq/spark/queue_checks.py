@@ -106,7 +106,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> li
                 raise ConfigurationError(result.refused)
             if result.dropped and options.fail_on_data_loss:
                 raise ConfigurationError(f"{result.dropped} (failOnDataLoss=false reads it all the same)")
-            for warning in (*filter(None, [result.dropped]), *result.warnings):
+            for warning in filter(None, (result.dropped, *result.warnings)):
                 logger.warning("%s", warning)
             single = queue.arguments.get(SINGLE_ACTIVE_CONSUMER) is True
             profiles.append(QueueProfile(name, delivery_limit(queue, version), single_active_consumer=single))
@@ -115,7 +115,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> li
 
 def delivery_limit(queue: DeclareQueue, version: tuple[int, ...]) -> int | None:
     """Return the delivery limit in effect on a broker of this version, or None."""
-    if queue.arguments.get("x-queue-type", "classic") != "quorum":
+    if queue.arguments.get("x-queue-type") != "quorum":
         return None
     return _in_effect(queue.arguments.get(_LIMIT.name, _LIMIT.default_on(version)))
 
@@ -127,8 +127,7 @@ def _in_effect(limit: object) -> int | None:
 def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
     """Return the flaws of a queue on a broker of this version."""
     name, values = queue.name, queue.arguments
-    kind = values.get("x-queue-type", "classic")
-    if kind == "stream":
+    if values.get("x-queue-type") == "stream":
         return CheckResult(refused=stream_refusal(name))
     if queue.auto_delete:
         return CheckResult(
@@ -146,8 +145,6 @@ def judge(queue: DeclareQueue, version: tuple[int, ...]) -> CheckResult:
             f"queue {name!r} has x-consumer-timeout={timeout} ms: a batch that takes longer comes again, forever; "
             "raise it, or make batches small with maxMessagesPerTrigger"
         )
-    if kind != "quorum":
-        return CheckResult(warnings=tuple(warnings))
     limit = delivery_limit(queue, version)
     if limit is None:
         return CheckResult(warnings=tuple(warnings))
