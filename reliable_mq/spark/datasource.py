@@ -57,9 +57,13 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802
         """Return the reader of a query, or a `RefusedStream` if a check fails."""
         try:
-            return self._stream_reader(schema)
+            options = read_options(self.options, streaming=True)
+            names = check_read_schema(schema)
         except ReliableMQError as error:
             return RefusedStream(error)
+        if isinstance(options, StagedOptions):
+            return StagedSource(options, names)
+        return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)
 
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         if overwrite:
@@ -77,13 +81,6 @@ class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameM
             )
         options = write_options(self.options)
         return StreamSink(options, check_written_schema(schema, options))
-
-    def _stream_reader(self, schema: StructType) -> DataSourceStreamReader:
-        options = read_options(self.options, streaming=True)
-        names = check_read_schema(schema)
-        if isinstance(options, StagedOptions):
-            return StagedSource(options, names)
-        return QueueSource(options, names) if isinstance(options, QueueOptions) else StreamSource(options, names)
 
 
 class RefusedStream(PicklableByName, DataSourceStreamReader, SupportsTriggerAvailableNow):
