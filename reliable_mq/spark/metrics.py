@@ -31,7 +31,7 @@ from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Metric, write_to_textfile
 
-from reliable_mq._util.hooks import ForkStage, at_fork
+from reliable_mq._util.hooks import ForkStage, at_fork, each_at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.metrics.registry import Family, Reading, register
@@ -241,7 +241,10 @@ def _claim(directory: Path, worker: int, foreign: list[Path]) -> TextIOWrapper |
 
 
 def locked(path: Path) -> TextIOWrapper | None:
-    """Lock a file for as long as it is open; None if another process holds the lock."""
+    """Lock a file for as long as it is open; None if another process holds the lock.
+
+    A forked child closes its copy of the file, which would keep the lock beyond the end of this process.
+    """
     opened = path.open("a")
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -251,9 +254,11 @@ def locked(path: Path) -> TextIOWrapper | None:
     except OSError:
         opened.close()
         raise
+    _locked_files.add(opened)
     return opened
 
 
 _lock = threading.Lock()
 _exporters: dict[str, Exporter | None] = {}
+_locked_files = each_at_fork(ForkStage.RELEASE, TextIOWrapper.close)
 at_fork(ForkStage.FORGET, _exporters.clear)

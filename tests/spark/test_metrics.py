@@ -40,6 +40,17 @@ print(Exporter(Path(sys.argv[1])).path.name, flush=True)
 sys.stdin.read()
 """
 
+FORKING_PROCESS = """
+import os, sys
+from pathlib import Path
+from reliable_mq.spark.metrics import Exporter
+exporter = Exporter(Path(sys.argv[1]))
+if not os.fork():
+    print("forked", flush=True)
+    sys.stdin.read()
+os._exit(0)
+"""
+
 
 @contextmanager
 def nobody() -> Iterator[None]:
@@ -145,6 +156,20 @@ def test_no_two_living_processes_have_the_same_number(tmp_path: Path, started: C
         other.kill()
         other.wait(10)
     assert started(tmp_path).path.name == "reliable_mq_spark_1.prom"
+
+
+def test_a_forked_child_does_not_keep_the_number_of_its_parent(
+    tmp_path: Path, started: Callable[[Path], Exporter]
+) -> None:
+    """It may live longer, and the gauges of the parent would stay."""
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKING_PROCESS, str(tmp_path)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as parent:  # fmt: skip
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "forked\n"
+        parent.wait(10)
+        assert started(tmp_path).path.name == "reliable_mq_spark_0.prom"
 
 
 def test_files_of_the_dead_are_removed_by_whoever_comes_next(
