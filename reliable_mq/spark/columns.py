@@ -455,10 +455,6 @@ def _timestamp(properties: Properties) -> datetime | None:
     return value
 
 
-def _persistent(properties: Properties) -> bool:
-    return properties.delivery_mode == 2
-
-
 _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
     **{
         name: _text(name)
@@ -480,5 +476,5 @@ _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
     "priority": lambda properties: properties.priority,
     "expiration": _expiration,
     "timestamp": _timestamp,
-    "persistent": _persistent,
+    "persistent": lambda properties: properties.delivery_mode == 2,
 }

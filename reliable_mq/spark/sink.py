@@ -349,18 +349,15 @@ class _Partition:
             row, confirmation = letters.popleft()
             error = confirmation.exception()
             if error is None:
-                self._count_letter()
+                metrics = exporter(self.options.metrics_directory)
+                if metrics is not None:
+                    metrics.sink.dead_lettered[self.options.dead_letter_queue or ""] += 1
             else:
                 self._failed(row, confirmation.message_id, _not_dead_lettered(confirmation.message, error))
                 beyond = 0  # sending has stopped: wait for all outcomes
         if self.errors:
             self._settle(0)
         self._check()
-
-    def _count_letter(self) -> None:
-        metrics = exporter(self.options.metrics_directory)
-        if metrics is not None:
-            metrics.sink.dead_lettered[self.options.dead_letter_queue or ""] += 1
 
     def _failed(self, row: int, message_id: str | None, error: PublishError) -> None:
         self.errors.append(error)

@@ -117,11 +117,12 @@ class RangeReader:
         time.sleep(_BETWEEN_ATTEMPTS)
 
     def _read(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
-        if self._filter is not None and not self._has_range(channel):
+        stream, end = self._range.stream, self._range.end
+        if self._filter is not None and end_of(channel, stream, _PROBE).position < end:  # the replica here lags behind
             self._wait_on()
             time.sleep(_BETWEEN_ATTEMPTS)
             return
-        while self._position < self._range.end:
+        while self._position < end:
             yield from self._subscription(channel)
 
     def _subscription(self, channel: StreamChannel) -> Iterator[pa.RecordBatch]:
@@ -169,10 +170,6 @@ class RangeReader:
             elif 2 * wanted <= prefetch or (2 * prefetch <= wanted and prefetch < end - self._position):
                 channel.cancel(tag)
                 return
-
-    def _has_range(self, channel: StreamChannel) -> bool:
-        """Return whether the channel's node has the range. Its replica may lag behind."""
-        return end_of(channel, self._range.stream, _PROBE).position >= self._range.end
 
     def _wait_on(self) -> None:
         """Raise an error with the cause if nothing has arrived for too long.
