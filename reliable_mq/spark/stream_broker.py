@@ -75,10 +75,9 @@ class StreamChannel(AdminChannel):
     def __init__(self, settings: ConnectionSettings, *, name: str) -> None:
         super().__init__(settings, name=name)
         self._channel = 0
-        self._arrived: list[RawDelivery] = []  # guarded by _lock, like _loss and _cancelled
+        self._arrived: list[RawDelivery] = []  # guarded by _lock, like _ended
         self._arriving: list[RawDelivery] = []  # I/O thread only: the deliveries of the current read
-        self._loss: ConnectionLoss | None = None
-        self._cancelled = False
+        self._ended = ""  # why the subscriptions have ended
         self._taken = self._acked = 0  # delivery tags, up to which deliveries were taken and acked
         self._tags = 0
         self._subscribed: set[str] = set()  # consumer tags; a loss affects all of them
@@ -88,7 +87,7 @@ class StreamChannel(AdminChannel):
     def usable(self) -> bool:
         """Whether the channel is connected and nothing was lost."""
         with self._lock:
-            return self._ready and self._loss is None and not self._cancelled
+            return self._ready and not self._ended
 
     def consume(
         self,
@@ -112,7 +111,7 @@ class StreamChannel(AdminChannel):
         tag = f"spark-{self._tags}"
         if not self._subscribed:
             with self._lock:
-                self._loss, self._cancelled = None, False
+                self._ended = ""
         step = Consume(stream, tag, arguments={**(arguments or {}), STREAM_OFFSET: offset})
         try:
             self._run(_subscription(prefetch, step), "Consume")
@@ -168,15 +167,13 @@ class StreamChannel(AdminChannel):
             return [delivery for delivery in self._arrived if delivery.consumer_tag in of] if of else self._arrived
 
         with self._lock:
-            self._changed.wait_for(
-                lambda: len(arrived()) >= least or self._loss is not None or self._cancelled, timeout
-            )
+            self._changed.wait_for(lambda: len(arrived()) >= least or self._ended, timeout)
             taken = arrived()
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag not in of] if of else []
             if taken:
                 self._taken = max(self._taken, taken[-1].delivery_tag)
             else:
-                self._check_lost()
+                self._check_ended()
         return taken
 
     def carry_out(self, step: Step) -> MethodReply:
@@ -199,13 +196,11 @@ class StreamChannel(AdminChannel):
     def _check_subscriptions(self) -> None:
         if self._subscribed:
             with self._lock:
-                self._check_lost()
+                self._check_ended()
 
-    def _check_lost(self) -> None:
-        if self._loss is not None:
-            raise BrokerUnavailable(f"the channel is lost: {self._loss.text}")
-        if self._cancelled:
-            raise BrokerUnavailable("the broker ended the subscription: the stream was deleted or moved")
+    def _check_ended(self) -> None:
+        if self._ended:
+            raise BrokerUnavailable(self._ended)
 
     # On the I/O thread
 
@@ -214,7 +209,7 @@ class StreamChannel(AdminChannel):
 
         The broker would close the next channel, which does not know the delivery.
         """
-        if self._loss is None:
+        if not self._ended:
             self._io.write(encode_ack(self._channel, delivery_tag, multiple=True))
 
     def _performed(self, outcome: list[Any], result: object) -> None:
@@ -232,12 +227,12 @@ class StreamChannel(AdminChannel):
         """Keep the arrived deliveries for `take`. No more will come."""
         super().lost(generation, loss)
         with self._lock:
-            self._loss, self._arriving = loss, []
+            self._ended, self._arriving = f"the channel is lost: {loss.text}", []
             self._changed.notify_all()
 
     def cancelled(self, consumer_tag: str) -> None:
         with self._lock:
-            self._cancelled = True
+            self._ended = "the broker ended the subscription: the stream was deleted or moved"
             self._changed.notify_all()
 
     def delivered(self, deliveries: list[RawDelivery]) -> None:
