@@ -62,6 +62,17 @@ __all__ = [
 ]
 
 _HEADERS: Final = MapType(StringType(), StringType())
+#: The properties that are text.
+_TEXTS: Final = (
+    "message_id",
+    "correlation_id",
+    "content_type",
+    "content_encoding",
+    "reply_to",
+    "type",
+    "app_id",
+    "user_id",
+)
 
 #: The columns of a source, in this order.
 READ_SCHEMA: Final = StructType(
@@ -74,14 +85,7 @@ READ_SCHEMA: Final = StructType(
         StructField("redelivered", BooleanType()),
         StructField("delivery_count", LongType()),
         StructField("headers", _HEADERS),
-        StructField("message_id", StringType()),
-        StructField("correlation_id", StringType()),
-        StructField("content_type", StringType()),
-        StructField("content_encoding", StringType()),
-        StructField("reply_to", StringType()),
-        StructField("type", StringType()),
-        StructField("app_id", StringType()),
-        StructField("user_id", StringType()),
+        *(StructField(name, StringType()) for name in _TEXTS),
         StructField("priority", IntegerType()),
         StructField("expiration", DoubleType()),
         StructField("timestamp", TimestampType()),
@@ -105,14 +109,7 @@ WRITTEN: Final[Mapping[str, tuple[type[DataType], ...]]] = {
     "routing_key": (StringType,),
     "headers": (MapType, StructType),
     "traceparent": (StringType,),
-    "message_id": (StringType,),
-    "correlation_id": (StringType,),
-    "content_type": (StringType,),
-    "content_encoding": (StringType,),
-    "reply_to": (StringType,),
-    "type": (StringType,),
-    "app_id": (StringType,),
-    "user_id": (StringType,),
+    **dict.fromkeys(_TEXTS, (StringType,)),
     "priority": _WHOLE,
     "expiration": (DoubleType, FloatType, *_WHOLE),
     "timestamp": (TimestampType,),
@@ -456,19 +453,7 @@ def _timestamp(properties: Properties) -> datetime | None:
 
 
 _READERS: Final[Mapping[str, Callable[[Properties], Any]]] = {
-    **{
-        name: _text(name)
-        for name in (
-            "message_id",
-            "correlation_id",
-            "content_type",
-            "content_encoding",
-            "reply_to",
-            "type",
-            "app_id",
-            "user_id",
-        )
-    },
+    **{name: _text(name) for name in _TEXTS},
     "offset": lambda properties: stream_offset(properties.raw),
     "delivery_count": lambda properties: _delivery_count(properties.raw),
     "headers": _headers,
