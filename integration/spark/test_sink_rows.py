@@ -43,6 +43,12 @@ def _orders(vhost: VirtualHost, baseline: None) -> Iterator[None]:
     sink.close_all()
 
 
+def set_retries(monkeypatch: pytest.MonkeyPatch, attempts: int, delay: float) -> None:
+    """Let the publisher of a task give up sooner than after the default of ten seconds."""
+    policy = RetryPolicy(max_attempts=attempts, delays=(delay,))
+    monkeypatch.setattr(sink, "_TaskPublisher", partial(sink._TaskPublisher, retry=policy))
+
+
 def write(vhost: VirtualHost, batch: pa.RecordBatch, **options: Any) -> WrittenPartition:
     sink = BatchSink(WriteOptions(url=vhost.url, **options), tuple(batch.schema.names))
     return sink.write(iter([batch.slice(0, 1), batch.slice(1)]))
@@ -124,8 +130,7 @@ def test_a_nacked_row_is_an_error_with_its_id_and_the_reason(
     vhost: VirtualHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full queue nacks every attempt of the publisher."""
-    impatient = partial(Publisher, retry=RetryPolicy(max_attempts=3, delays=(0.1,)))  # not the default of ten seconds
-    monkeypatch.setattr(sink, "Publisher", impatient)
+    set_retries(monkeypatch, 3, 0.1)
     declare(
         vhost, Queue("full", type="classic", dead_letter=None, max_length=2, arguments={"x-overflow": "reject-publish"})
     )
@@ -141,7 +146,7 @@ def test_rows_behind_a_slow_one_do_not_fill_the_memory(vhost: VirtualHost, monke
     Rows after it are kept with their bodies until it is settled, so their number is limited.
     """
     monkeypatch.setattr(sink, "_ROWS_KEPT", 100)
-    monkeypatch.setattr(sink, "Publisher", partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(1.0,))))
+    set_retries(monkeypatch, 2, 1.0)
     bound = {"x-max-length": 0, "x-overflow": "reject-publish"}
     declare(vhost, Queue("full", type="classic", dead_letter=None, arguments=bound))
     kept = []
@@ -359,8 +364,7 @@ def test_a_dead_letter_that_is_not_confirmed_fails_the_task(
 
     For example, the dead-letter queue is full, so the row is stored nowhere.
     """
-    impatient = partial(Publisher, retry=RetryPolicy(max_attempts=2, delays=(0.1,)))
-    monkeypatch.setattr(sink, "Publisher", impatient)
+    set_retries(monkeypatch, 2, 0.1)
     bound = {"x-max-length": 1, "x-overflow": "reject-publish"}
     monkeypatch.setattr(sink, "Queue", partial(Queue, type="classic", arguments=bound))
     batch = pa.RecordBatch.from_pydict({"body": ["a", "b", "c", "d"], "routing_key": ["nowhere"] * 3 + ["orders"]})
