@@ -145,7 +145,7 @@ class QueueReader(ConnectionListener):
                 self._check_missing()
                 wait = self._wait_for_more(start, most, called, called + timeout)
                 if wait <= 0:
-                    end = self._plan(start, 0 if self._too_few(start) else most)  # the backlog counts from the end
+                    end = self._plan(start, 0 if self._too_few() else most)  # the backlog counts from the end
                     if end != start:
                         backlog = sum(self._ready.values()) if self._batches.remaining is None else 0
                         self._intervals.planned(end.sequence - start.sequence, called - self._planned_at, backlog)
@@ -250,7 +250,7 @@ class QueueReader(ConnectionListener):
         batches, now = self._batches, time.monotonic()
         if batches.knows(start):
             return 0.0
-        if not batches.waits() or self._too_few(start):
+        if not batches.waits() or self._too_few():
             return deadline - now
         if len(batches.waiting) >= most or batches.held >= self._options.max_bytes:
             return 0.0
@@ -259,10 +259,10 @@ class QueueReader(ConnectionListener):
         linger = longest_linger(called - self._planned_at, backlog=any(self._ready.values()))
         return min(max(self._last_at, called) + _SETTLING, max(self._first_at, called) + linger) - now
 
-    def _too_few(self, start: QueuePosition) -> bool:
+    def _too_few(self) -> bool:
         """Return whether to wait for ``minMessagesPerTrigger``, while more can be held."""
         least, waiting, held = self._options.min_messages, len(self._batches.waiting), self._batches.held
-        if least is None or waiting >= least or self._batches.remaining is not None or self._batches.knows(start):
+        if least is None or waiting >= least or self._batches.remaining is not None:
             return False
         full = held >= self._options.max_bytes or waiting >= self._prefetch.granted or self._prefetch.paused
         return not full and time.monotonic() - self._planned_at < self._options.max_trigger_delay
