@@ -145,12 +145,7 @@ class QueueReader(ConnectionListener):
                 self._check_missing()
                 wait = self._wait_for_more(start, most, called, called + timeout)
                 if wait <= 0:
-                    end = self._plan(start, 0 if self._too_few() else most)  # the backlog counts from the end
-                    if end != start:
-                        backlog = sum(self._ready.values()) if self._batches.remaining is None else 0
-                        self._intervals.planned(end.sequence - start.sequence, called - self._planned_at, backlog)
-                        self._planned_at = time.monotonic()
-                    return end
+                    return self._plan(start, 0 if self._too_few() else most, called)
                 self._changed.wait(wait)
 
     def deliveries(self, start: QueuePosition, end: QueuePosition) -> list[Delivery]:
@@ -267,12 +262,15 @@ class QueueReader(ConnectionListener):
         full = held >= self._options.max_bytes or waiting >= self._prefetch.granted or self._prefetch.paused
         return not full and time.monotonic() - self._planned_at < self._options.max_trigger_delay
 
-    def _plan(self, start: QueuePosition, most: int) -> QueuePosition:
+    def _plan(self, start: QueuePosition, most: int, called: float) -> QueuePosition:
         known = self._batches.knows(start)
         end = self._batches.plan(start, most=most, most_bytes=self._options.max_bytes)
         if end != start and not known:
             self.statistics.batches += 1
             self._leave([queue for queue in end.queues if self._batches.planned(queue) and not self._has_more(queue)])
+            backlog = sum(self._ready.values()) if self._batches.remaining is None else 0  # from the end of the batch
+            self._intervals.planned(end.sequence - start.sequence, called - self._planned_at, backlog)
+            self._planned_at = time.monotonic()
         return end
 
     def _has_more(self, queue: str) -> bool:
