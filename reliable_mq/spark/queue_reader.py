@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Final, cast
 
@@ -72,8 +72,6 @@ class QueueReader(ConnectionListener):
         self._ready: dict[str, int] = {}  # ready messages by queue, from the last count
         self._found: dict[str, int] = {}  # the same, before the subscription
         self._in_doubt: dict[str, int] = {}  # earlier deliveries of each queue whose count there is in doubt
-        self._settled: bool | None = None  # the answer to `settled`, None before it
-        self._counts = 0
         self._connected = False
         self._attempts_left = len(settings.endpoints)
         self._last_error: ReliableMQError | None = None
@@ -182,27 +180,28 @@ class QueueReader(ConnectionListener):
 
         Return None on timeout, or without a connection.
         """
-        with self._changed:
-            before = self._counts
-            self._io.call_soon(self._count)
-            self._changed.wait_for(
-                lambda: self._counts > before or self.error is not None or not self._connected, timeout
-            )
-            if self.error is not None:
-                raise self.error
-            if self._counts == before:
-                return None
-            return {queue: ready for queue, ready in self._ready.items() if self._has_more(queue)}
+        counted = self._ask(self._count, timeout)
+        return counted if isinstance(counted, dict) else None
 
     def settled(self, timeout: float) -> bool:
         """Subscribe anew. Return whether nothing is ready, or on its way to this reader."""
+        return self._ask(self._settle, timeout) is True
+
+    def _ask(self, ask: Callable[[Callable[[object], None]], None], timeout: float) -> object:
+        """Return the answer that ``ask`` gets on the I/O thread; None on timeout."""
+        answers: list[object] = []
+
+        def answer(outcome: object) -> None:
+            with self._changed:
+                answers.append(outcome)
+                self._changed.notify_all()
+
+        self._io.call_soon(partial(ask, answer))
         with self._changed:
-            self._settled = None
-            self._io.call_soon(self._settle)
-            self._changed.wait_for(lambda: self._settled is not None or self.error is not None, timeout)
+            self._changed.wait_for(lambda: answers or self.error is not None, timeout)
             if self.error is not None:
                 raise self.error
-            return self._settled is True
+            return answers[0] if answers else None
 
     def backlog(self) -> QueuePosition:
         """Return the position after all known messages. Start a count for the next call."""
@@ -464,21 +463,16 @@ class QueueReader(ConnectionListener):
             steps = self._subscriptions.end() if change is PrefetchChange.PAUSE else self._subscriptions.renew()
             self._io.run(steps, self._changed_subscriptions)
 
-    def _settle(self) -> None:
+    def _settle(self, answer: Callable[[object], None]) -> None:
         if self._connected and not self._closing and not self._changing:
             self._changing = True
-            self._io.run(self._subscriptions.settled(), self._settle_ended)
+            self._io.run(self._subscriptions.settled(), partial(self._settle_ended, answer))
         else:
-            self._answer_settled(False)
+            answer(False)
 
-    def _settle_ended(self, outcome: object) -> None:
-        self._answer_settled(outcome is True)
+    def _settle_ended(self, answer: Callable[[object], None], outcome: object) -> None:
+        answer(outcome)
         self._changed_subscriptions(outcome)
-
-    def _answer_settled(self, settled: bool) -> None:
-        with self._changed:
-            self._settled = settled
-            self._changed.notify_all()
 
     def _request_ended(self) -> None:
         """Record that the requested deliveries are on their way, or will not come."""
@@ -545,22 +539,24 @@ class QueueReader(ConnectionListener):
 
     # -- on the I/O thread: counts -------------------------------------------------------------------------------------
 
-    def _count(self) -> None:
+    def _count(self, answer: Callable[[object], None]) -> None:
         if self._connected and not self._closing:
-            self._io.run(self._subscriptions.ready(self._ready), self._counted)
+            self._io.run(self._subscriptions.ready(self._ready), partial(self._counted, answer))
+        else:
+            answer(None)
 
     def _count_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._count_again:
             self._count_again = now + _COUNT_EVERY
-            self._count()
+            self._count(lambda _counted: None)
 
-    def _counted(self, outcome: object) -> None:
+    def _counted(self, answer: Callable[[object], None], outcome: object) -> None:
         if isinstance(outcome, dict):
             with self._changed:
                 self._ready |= outcome
-                self._counts += 1
                 self._changed.notify_all()
+        answer(outcome)
 
     # -- on the I/O thread: the end ------------------------------------------------------------------------------------
 
