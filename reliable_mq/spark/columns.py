@@ -46,6 +46,7 @@ from reliable_mq.codec import (
     stream_offset,
 )
 from reliable_mq.codec.methods import STREAM_OFFSET
+from reliable_mq.codec.tables import MAX_TIMESTAMP
 from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import WriteOptions
@@ -127,7 +128,6 @@ _FLAGS: Final = {
     **{name: 0x8000 >> index for index, name in enumerate(BASIC_PROPERTIES) if name != "headers"},
     **dict.fromkeys(("offset", "traceparent", "delivery_count"), 0x2000),  # the bit of the headers
 }
-_LATEST: Final = 253_402_300_799  # the last second of the year 9999
 _delivery_count: Final = integer_header("x-delivery-count")
 
 
@@ -448,7 +448,7 @@ def _timestamp(properties: Properties) -> datetime | None:
     """Return the time. A number too large for seconds is read as milliseconds."""
     value = properties.timestamp
     if isinstance(value, int):
-        return datetime.fromtimestamp(value / 1000, UTC) if 0 <= value <= _LATEST * 1000 else None
+        return datetime.fromtimestamp(value / 1000, UTC) if 0 <= value <= MAX_TIMESTAMP * 1000 else None
     return value
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple, NoReturn, overload
 
 from reliable_mq._util.validation import LONGEST, SHORT_STRING_BYTES, decode_json, unique_keys
+from reliable_mq.codec.tables import MAX_TIMESTAMP
 from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.core.stage.envelope import MOST_MESSAGES
 from reliable_mq.errors import ConfigurationError
@@ -39,7 +40,7 @@ __all__ = [
 
 LARGEST_PREFETCH: Final = 65535  # AMQP transmits it in 16 bits
 _LARGEST_BYTES: Final = 100 * 2**20  # in a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
-_LATEST: Final = 253_402_300_799_999  # milliseconds: the end of the year 9999, the last that Python supports
+_LATEST: Final = 1000 * MAX_TIMESTAMP + 999  # milliseconds
 _WHOLE: Final = re.compile(r"[0-9]{1,18}")
 _DURATION: Final = re.compile(r"([0-9]{1,9})(ms|s|m|min|h|d)")
 _SECONDS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}

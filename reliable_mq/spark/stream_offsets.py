@@ -20,6 +20,7 @@ from typing import Any, Final, TypeVar
 
 from pyspark.sql.datasource import InputPartition
 
+from reliable_mq.codec.tables import MAX_TIMESTAMP
 from reliable_mq.errors import ConfigurationError
 
 __all__ = [
@@ -42,7 +43,6 @@ _Key = TypeVar("_Key", str, int)
 _INITIAL: Final = "initial"
 _FREE: Final = 16  # tasks
 _WORTH: Final = 10_000  # messages
-_LATEST: Final = 253_402_300_799  # the last second of the year 9999, the last year that Python supports
 
 
 @dataclass(frozen=True)
@@ -154,4 +154,4 @@ def _shares(sizes: Mapping[_Key, int], total: int) -> dict[_Key, int]:
 def second(milliseconds: int, *, up: bool = False) -> datetime:
     """Return a time as AMQP transmits it: in whole seconds."""
     seconds = -(-milliseconds // 1000) if up else milliseconds // 1000
-    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=min(seconds, _LATEST))
+    return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(seconds=min(seconds, MAX_TIMESTAMP))
