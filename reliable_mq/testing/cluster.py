@@ -245,7 +245,6 @@ class RabbitMQCluster:
         if self._network is not None:
             with contextlib.suppress(DockerException):
                 self._network.remove()
-            self._network.client.close()
             self._network = None
 
     def __enter__(self) -> Self:
@@ -408,7 +407,6 @@ class RabbitMQCluster:
             network_mode="none",
             remove=True,
         )
-        node.let_go()
         node.disk_lost = True
 
     def transfer_leader(self, queue: str, node: ClusterNode, virtual_host: str = "/", *, timeout: float = 60.0) -> None:

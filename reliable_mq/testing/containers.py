@@ -5,7 +5,7 @@ Invariants:
 - Host ports are chosen once and survive `kill`, `stop` and `start`, so a URL stays valid.
 - Containers and networks carry a label that names the process that owns them. `remove_leftovers` removes only those
   whose process is gone.
-- Docker clients keep no idle connections, because tests may count the descriptors of their process.
+- A connection to docker serves one request, because tests may count the descriptors of their process.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class ContainedServer(ABC):
     def __init__(self, ports: Iterable[int]) -> None:
         self.host = "127.0.0.1"
         self._ports = dict.fromkeys(ports, 0)
-        self._docker: DockerClient | None = None
         self._container: Container | None = None
         self._loss = 0.0
         self._unreachable: set[tuple[str, str]] = set()
@@ -120,18 +119,18 @@ class ContainedServer(ABC):
         """
         if self._container is not None:
             raise UsageError("the container was created already: remove() it first")
-        self._docker = connect_to_docker()
+        docker = connect_to_docker()
         self._loss, self._unreachable, self._refused, self._filter = 0.0, set(), set(), []
         try:
-            host = self._docker.host()
+            host = docker.host()
             local = host in _LOOPBACK
             self.host = "127.0.0.1" if local else host
-            if not has_image(image, self._docker):
-                self._docker.client.images.pull(image)
+            if not has_image(image, docker):
+                docker.client.images.pull(image)
             for attempt in range(_START_ATTEMPTS):
                 self._ports = {inside: free_port() for inside in self._ports}
                 bind = "127.0.0.1" if local else "0.0.0.0"  # noqa: S104  # docker runs elsewhere
-                self._container = self._docker.client.containers.create(
+                self._container = docker.client.containers.create(
                     image,
                     list(command),
                     labels={OWNER_LABEL: owner()},
@@ -149,15 +148,12 @@ class ContainedServer(ABC):
                         raise
         except DockerException as error:
             raise LabError(f"docker cannot start a container of {image}: {error}") from error
-        finally:
-            self._docker.client.close()
 
     def remove(self) -> None:
         """Kill the container and remove it with its data. Repeated calls are safe."""
         if self._container is not None:
             with contextlib.suppress(NotFound):
                 self._container.remove(force=True, v=True)
-            self.let_go()
             self._container = None
 
     @property
@@ -174,10 +170,8 @@ class ContainedServer(ABC):
     @property
     def address(self) -> str:
         """The container's own address, which bypasses docker's port proxy."""
-        container = self.container
-        container.reload()
-        self.let_go()
-        networks: dict[str, Any] = container.attrs["NetworkSettings"]["Networks"]
+        self.container.reload()
+        networks: dict[str, Any] = self.container.attrs["NetworkSettings"]["Networks"]
         address: str = next(iter(networks.values()))["IPAddress"]
         return address
 
@@ -185,21 +179,17 @@ class ContainedServer(ABC):
     def cpu_seconds(self) -> float:
         """The CPU time of all processes in the container so far."""
         usage = self.container.stats(stream=False, one_shot=True)["cpu_stats"]["cpu_usage"]["total_usage"]
-        self.let_go()
         return float(usage) / 1e9
 
     def status(self) -> str:
         """Return docker's name of the state: ``"running"``, ``"paused"``, ``"exited"``."""
-        container = self.container
-        container.reload()
-        self.let_go()
-        status: str = container.status
+        self.container.reload()
+        status: str = self.container.status
         return status
 
     def logs(self, tail: int = 200) -> str:
         """Return the last lines of the server's log."""
         text: bytes = self.container.logs(tail=tail)
-        self.let_go()
         return text.decode(errors="replace")
 
     # faults
@@ -237,7 +227,6 @@ class ContainedServer(ABC):
         if self.status() == "exited":
             self._filter = []  # the network namespace is new
         self._change_state("start")
-        self.let_go()
         self._set_packet_filter()
         self.wait_ready(timeout)
 
@@ -329,7 +318,6 @@ class ContainedServer(ABC):
                 tar.addfile(entry, io.BytesIO(file.content))
         if files:
             self.container.put_archive("/", archive.getvalue())
-            self.let_go()
 
     def execute(self, *command: str) -> str:
         """Run a command in the container. Wait for its end and return its output.
@@ -351,8 +339,6 @@ class ContainedServer(ABC):
             code: int = api.exec_inspect(execution)["ExitCode"]
         except DockerException as error:
             raise LabError(f"{' '.join(command)}: {error}") from error
-        finally:
-            self.let_go()
         if code != 0:
             raise LabError(f"{' '.join(command)}: exit code {code}\n{text}")
         return text
@@ -419,8 +405,6 @@ class ContainedServer(ABC):
             )
         except DockerException as error:
             raise LabError(f"the packet filter needs iptables on docker's host: {error}") from error
-        finally:
-            self.let_go()
         return output.decode()
 
     def _ids_of(self, user: str) -> tuple[int, int]:
@@ -428,7 +412,6 @@ class ContainedServer(ABC):
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
             content = tar.extractfile("passwd")
             lines = [] if content is None else content.read().decode(errors="replace").splitlines()
-        self.let_go()
         for line in lines:
             name, _, uid, gid, *_ = line.split(":")
             if name == user:
@@ -446,9 +429,12 @@ def connect_to_docker() -> DockerClient:
     if sys.platform != "linux":
         raise ConfigurationError(f"the lab runs on Linux with docker, not on {sys.platform}")
     try:
-        return DockerClient()
+        docker = DockerClient()
     except DockerException as error:
         raise LabError(f"no docker daemon answers ({error}): start it, or set DOCKER_HOST") from error
+    docker.client.close()  # it has asked for the version of the API
+    docker.client.api.headers["Connection"] = "close"
+    return docker
 
 
 def has_image(image: str, client: DockerClient | None = None) -> bool:
@@ -458,13 +444,12 @@ def has_image(image: str, client: DockerClient | None = None) -> bool:
         ConfigurationError: If the system is not Linux.
         LabError: If no docker daemon answers.
     """
-    with contextlib.closing((client or connect_to_docker()).client) as connected:
-        try:
-            connected.images.get(image)
-        except ImageNotFound:
-            return False
-        except DockerException as error:
-            raise LabError(f"docker cannot look for the image {image}: {error}") from error
+    try:
+        (client or connect_to_docker()).client.images.get(image)
+    except ImageNotFound:
+        return False
+    except DockerException as error:
+        raise LabError(f"docker cannot look for the image {image}: {error}") from error
     return True
 
 
@@ -492,8 +477,6 @@ def remove_leftovers() -> None:
                     network.remove()
     except DockerException as error:
         raise LabError(f"docker cannot list what is left of earlier runs: {error}") from error
-    finally:
-        client.close()
 
 
 def owner(process: int | str = "self") -> str:
