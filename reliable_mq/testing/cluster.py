@@ -352,9 +352,11 @@ class RabbitMQCluster:
         self._drained.difference_update(dead)
         if lost:
             self._wait_for_members()
-            _complete_coordinator(lost[0])
+            what = "a stream coordinator on every node:"
+            _evaluate_until("complete", lost[0], _COMPLETE_COORDINATOR, what, _TIMEOUT)
         for node in lost:
-            _add_replicas(node)
+            expression, what = _ADD_REPLICAS.format(node=node.name), f"{node.name} has a replica of"
+            _evaluate_until("[]", node, expression, what, _TIMEOUT)
             node.disk_lost = False
 
     def partition(self, *nodes: ClusterNode, one_way: bool = False) -> None:
@@ -485,7 +487,8 @@ class RabbitMQCluster:
         self._each(self.nodes, lambda node: node.wait_ready(timeout))
         self._wait_for_members(timeout)
         if len(self.nodes) > 2:
-            self._each(self.nodes, lambda node: _wait_until_dispensable(node, timeout))
+            what = "every quorum queue has a majority without"
+            self._each(self.nodes, lambda node: _evaluate_until("[]", node, _CRITICAL, f"{what} {node.name}:", timeout))
 
     def _forget(self, nodes: Sequence[ClusterNode]) -> None:
         """Remove nodes from the cluster.
@@ -529,35 +532,16 @@ class RabbitMQCluster:
             return list(pool.map(call, nodes))
 
 
-def _wait_until_dispensable(node: ClusterNode, timeout: float) -> None:
-    wait_until(
-        lambda: _evaluated(node, _CRITICAL) == "[]",
-        timeout=timeout,
-        what=f"every quorum queue has a majority without {node.name}",
-        interval=0.2,
-    )
-
-
-def _add_replicas(node: ClusterNode) -> None:
-    """Add a replica of every quorum queue and stream. Blocks until the node has them."""
-    _evaluate_until("[]", node, _ADD_REPLICAS.format(node=node.name), f"{node.name} has a replica of")
-
-
-def _complete_coordinator(node: ClusterNode) -> None:
-    """Add missing nodes to the stream coordinator. Blocks until all are members."""
-    _evaluate_until("complete", node, _COMPLETE_COORDINATOR, "a stream coordinator on every node:")
-
-
-def _evaluate_until(value: str, node: ClusterNode, expression: str, what: str) -> None:
+def _evaluate_until(value: str, node: ClusterNode, expression: str, what: str, timeout: float) -> None:
     """Block until an expression has a value. A timeout shows the last value."""
     found = ""
 
     def complete() -> bool:
         nonlocal found
-        found = node.evaluate(expression)
+        found = _evaluated(node, expression)
         return found == value
 
-    wait_until(complete, timeout=_TIMEOUT, what=lambda: f"{what} {found}", interval=0.2)
+    wait_until(complete, timeout=timeout, what=lambda: f"{what} {found}", interval=0.2)
 
 
 def _evaluated(node: ClusterNode, expression: str) -> str:
