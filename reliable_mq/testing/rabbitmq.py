@@ -31,7 +31,6 @@ Alarm = Literal["memory", "disk"]
 AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS = 5672, 5671, 15672, 5552, 15692
 _OWN_IMAGE: Final = "reliable-mq/rabbitmq:newest"
 _OFFICIAL_IMAGE: Final = "rabbitmq:4-management"
-_START_TIMEOUT: Final = 90.0
 _ALARM_TIMEOUT: Final = 30.0
 # Clients connect as guest from outside the container. By default, the counts of the management API lag by 5 s.
 _CONF: Final = """
@@ -185,22 +184,6 @@ class RabbitMQ(ContainedServer):
         return self._version
 
     # faults
-
-    def start(self, *, timeout: float = _START_TIMEOUT) -> None:
-        """Start a killed or stopped broker with the same ports and data.
-
-        Blocks until the broker answers.
-
-        Args:
-            timeout: The maximum wait, in seconds.
-
-        Raises:
-            LabError: If the broker is paused.
-            TimeoutError: If the broker does not answer within `timeout`. The message has the end of the log.
-        """
-        if self.status() == "exited":
-            self._alarms.clear()  # they ended with the process
-        super().start(timeout=timeout)
 
     def alarm(self, kind: Alarm) -> None:
         """Raise a resource alarm, so that the broker blocks every publishing connection.
