@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 from pamqp.commands import INDEX_MAPPING
 
+from reliable_mq.codec.tables import encode_short_string
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -261,31 +262,24 @@ def basic_nack(channel: int, delivery_tag: int, *, multiple: bool = False, reque
 
 def basic_cancel(channel: int, consumer_tag: str) -> Frame:
     """Build a ``basic.cancel`` frame as a broker sends it, which expects no reply."""
-    return method(channel, "basic.cancel", _short_string(consumer_tag) + b"\x01")
+    return method(channel, "basic.cancel", encode_short_string(consumer_tag, "consumer_tag") + b"\x01")
 
 
 def channel_close(channel: int, code: int, text: str) -> Frame:
     """Build a ``channel.close`` frame that names no method as its cause."""
-    return method(channel, "channel.close", struct.pack(">H", code) + _short_string(text) + bytes(4))
+    return method(channel, "channel.close", struct.pack(">H", code) + encode_short_string(text, "text") + bytes(4))
 
 
 def connection_close(code: int, text: str) -> Frame:
     """Build a ``connection.close`` frame that names no method as its cause."""
-    return method(0, "connection.close", struct.pack(">H", code) + _short_string(text) + bytes(4))
+    return method(0, "connection.close", struct.pack(">H", code) + encode_short_string(text, "text") + bytes(4))
 
 
 def connection_blocked(reason: str) -> Frame:
     """Build a ``connection.blocked`` frame."""
-    return method(0, "connection.blocked", _short_string(reason))
+    return method(0, "connection.blocked", encode_short_string(reason, "reason"))
 
 
 def connection_unblocked() -> Frame:
     """Build a ``connection.unblocked`` frame."""
     return method(0, "connection.unblocked")
-
-
-def _short_string(text: str) -> bytes:
-    encoded = text.encode()
-    if len(encoded) > 255:
-        raise ConfigurationError(f"a short string holds up to 255 bytes, not {len(encoded)}")
-    return bytes([len(encoded)]) + encoded
