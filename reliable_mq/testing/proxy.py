@@ -94,9 +94,7 @@ class FaultProxy:
         self._server_context = server_context(cert_file, key_file)
         self._upstream_url = url
         self._random = random.Random(seed)
-        self._changed = threading.Condition()
-        self._version = 0
-        self._waiters = 0
+        self._waiting: list[threading.Event] = []  # one for each `wait_for`, set by a change
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._server: Server | None = None
@@ -237,25 +235,19 @@ class FaultProxy:
         if threading.current_thread() is self._thread:
             raise UsageError("a rewrite function cannot wait")
         deadline = time.monotonic() + timeout
-        with self._changed:
-            self._waiters += 1
+        changed = threading.Event()
+        self._waiting.append(changed)
         try:
             while True:
-                with self._changed:
-                    version = self._version
+                changed.clear()
                 late = time.monotonic() >= deadline
                 self._raise_failure()
                 if condition():
                     return
-                with self._changed:
-                    while late or self._version == version:
-                        if late or not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                            raise TimeoutError(
-                                f"{what} did not come true within {timeout} s: {self._observed().summary()}"
-                            )
+                if late or not changed.wait(max(0.0, deadline - time.monotonic())):
+                    raise TimeoutError(f"{what} did not come true within {timeout} s: {self._observed().summary()}")
         finally:
-            with self._changed:
-                self._waiters -= 1
+            self._waiting.remove(changed)
 
     # cutting connections
 
@@ -536,10 +528,8 @@ class FaultProxy:
             runner.run(main())
 
     def _notify(self) -> None:
-        if self._waiters:
-            with self._changed:
-                self._version += 1
-                self._changed.notify_all()
+        for changed in tuple(self._waiting):
+            changed.set()
 
     def _open_server(self) -> Server:
         if self._server is None or self._closed:
