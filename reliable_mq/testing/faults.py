@@ -34,7 +34,6 @@ __all__ = [
     "Rewrite",
     "RewriteFunction",
     "Step",
-    "check_at_least_one",
     "checked_direction",
     "directions_of",
 ]
@@ -273,10 +272,3 @@ class ConfirmGate:
     def _forget(self, matches: Callable[[_HeldFrame], bool]) -> None:
         self._held = deque(entry for entry in self._held if not matches(entry))
         self._open = {place: entry for place, entry in self._open.items() if not matches(entry)}
-
-
-def check_at_least_one(**values: int | None) -> None:
-    """Raise an error unless each number is None or at least 1."""
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name} is at least 1, not {value!r}")

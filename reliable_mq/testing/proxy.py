@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import math
 import random
 import threading
 import time
@@ -28,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from reliable_mq._util.threads import start_daemon
+from reliable_mq._util.validation import whole_number
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.faults import (
     ConfirmMode,
@@ -35,7 +37,6 @@ from reliable_mq.testing.faults import (
     Direction,
     Rewrite,
     RewriteFunction,
-    check_at_least_one,
     checked_direction,
     directions_of,
 )
@@ -287,7 +288,7 @@ class FaultProxy:
         Raises:
             ConfigurationError: If a value is out of range, or no frame has this name.
         """
-        check_at_least_one(frames=frames, times=times)
+        whole_number("frames", frames, 1)
         key = None if of is None else key_of(of)
         self._add_cut(direction, CutAt(lambda frame: key in (None, frame.key), frames, reset, times))
 
@@ -315,7 +316,7 @@ class FaultProxy:
         """
         if not 0 <= share < 1:
             raise ConfigurationError(f"share is at least 0 and less than 1, not {share!r}")
-        check_at_least_one(nth=nth, times=times)
+        whole_number("nth", nth, 1)
         self._add_cut(direction, CutAt(lambda frame: frame.kind == BODY, nth, reset, times, share))
 
     # confirms
@@ -416,10 +417,10 @@ class FaultProxy:
             direction: The direction, or ``"both"``.
 
         Raises:
-            ConfigurationError: If the rate is not above 0.
+            ConfigurationError: If the rate is not a finite number above 0.
         """
-        if bytes_per_second is not None and not bytes_per_second > 0:
-            raise ConfigurationError(f"bytes_per_second is above 0 or None, not {bytes_per_second!r}")
+        if bytes_per_second is not None and not 0 < bytes_per_second < math.inf:
+            raise ConfigurationError(f"bytes_per_second is a finite number above 0, or None, not {bytes_per_second!r}")
         self._set_conditions(direction, rate=bytes_per_second)
 
     # new connections
@@ -573,6 +574,8 @@ class FaultProxy:
 
     def _add_cut(self, direction: Direction, fault: CutAt) -> None:
         checked_direction(direction)
+        if fault.times is not None:
+            whole_number("times", fault.times, 1)
         self._call(lambda server: server.add(direction, fault))
 
     def _set_conditions(self, direction: Directions, new_connections: bool = True, **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import select
 import socket
@@ -1116,15 +1117,19 @@ def test_wait_for_is_woken_by_what_it_waits_for(proxy: FaultProxy, wire: Wire) -
     [
         lambda proxy: proxy.cut(side="left"),
         lambda proxy: proxy.cut_after(0, "to_broker"),
+        lambda proxy: proxy.cut_after(1.5, "to_broker"),  # no frame would have this number
+        lambda proxy: proxy.cut_after(None, "to_broker"),
         lambda proxy: proxy.cut_after(1, "both"),
         lambda proxy: proxy.cut_after(1, "to_broker", times=0),
         lambda proxy: proxy.cut_after(1, "to_broker", of="basic.pubilsh"),
         lambda proxy: proxy.cut_in_body(1.0),
         lambda proxy: proxy.cut_in_body(0.5, nth=0),
         lambda proxy: proxy.cut_in_body(0.5, times=0),
+        lambda proxy: proxy.cut_in_body(0.5, times=1.5),  # it would cut without end
         lambda proxy: proxy.delay(-1),
         lambda proxy: proxy.delay(1, jitter=2),
         lambda proxy: proxy.throttle(0),
+        lambda proxy: proxy.throttle(math.inf),
         lambda proxy: proxy.black_hole("sideways"),
         lambda proxy: proxy.inject("both", HEARTBEAT),
         lambda proxy: proxy.seen("basic.akc"),
