@@ -6,6 +6,7 @@ The counts of the API lag by the statistics interval (1 s in the lab). `VirtualH
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -77,7 +78,7 @@ class Management:
             raise ManagementAPIError(
                 f"{method} {path}: {error.code} {text[:300]}", status=error.code, text=text
             ) from None
-        except OSError as error:
+        except (OSError, http.client.HTTPException) as error:
             raise LabError(
                 f"{method} {path}: no management API answers at {self.url} ({error}): "
                 "start the broker, or take an image with the management plugin"

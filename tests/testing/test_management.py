@@ -30,3 +30,17 @@ def test_a_connection_without_a_response_names_the_plugin() -> None:
 
             with pytest.raises(LabError, match="management plugin"):
                 call.result(10)
+
+
+def test_a_response_that_ends_early_is_no_answer() -> None:
+    """The broker was killed while it responded."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        management = Management(f"http://127.0.0.1:{server.getsockname()[1]}")
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(management.connections, "/")
+            with server.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n[")
+
+            with pytest.raises(LabError, match=r"IncompleteRead.*start the broker"):
+                call.result(10)
