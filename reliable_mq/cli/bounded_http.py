@@ -33,6 +33,7 @@ CONNECTIONS: Final = 100
 HEAD_TIMEOUT: Final = 10.0  # seconds
 BODY_TIMEOUT: Final = 60.0  # seconds
 WRITE_TIMEOUT: Final = 60.0  # seconds
+_READING: Final = "the client reads a response"
 
 
 class BoundedHTTP(H11Protocol):
@@ -40,8 +41,7 @@ class BoundedHTTP(H11Protocol):
 
     _waiting: ClassVar[dict[BoundedHTTP, None]] = {}  # connections that wait for their clients, the longest first
     _deadline: asyncio.TimerHandle | None = None
-    _awaited: object = None  # the part of a request to which the deadline applies
-    _stall: asyncio.TimerHandle | None = None
+    _awaited: object = None  # the part of a request to which the deadline applies, or `_READING`
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -62,50 +62,43 @@ class BoundedHTTP(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._end_watch()
-        self._end_stall()
+        self._end_wait()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._end_watch()
-        self._stall = self.loop.call_later(WRITE_TIMEOUT, self.drop)
-        self._waiting[self] = None
+        self._end_wait()
+        self._wait_for(_READING, WRITE_TIMEOUT)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_stall()
+        self._end_wait()
         self._watch()
 
     def drop(self) -> None:
         """Close the connection in any state."""
-        self._end_watch()
+        self._end_wait()
         self.connections.discard(self)
         self.transport.abort()
 
     def _watch(self) -> None:
         """Set the deadline for the client's next message, unless it is set."""
-        if self._stall is not None:  # `resume_writing` continues
-            return
         state = self.conn.their_state
-        if state is self._awaited:
+        if self._awaited in (_READING, state):  # `resume_writing` continues
             return
-        self._end_watch()
+        self._end_wait()
         timeout = {h11.IDLE: HEAD_TIMEOUT, h11.SEND_BODY: BODY_TIMEOUT}.get(state)
         if timeout is not None:
-            self._awaited = state
-            self._deadline = self.loop.call_later(timeout, self.drop)
-            self._waiting[self] = None
+            self._wait_for(state, timeout)
 
-    def _end_watch(self) -> None:
+    def _wait_for(self, part: object, timeout: float) -> None:
+        self._awaited = part
+        self._deadline = self.loop.call_later(timeout, self.drop)
+        self._waiting[self] = None
+
+    def _end_wait(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
         self._deadline = self._awaited = None
-        self._waiting.pop(self, None)
-
-    def _end_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-        self._stall = None
         self._waiting.pop(self, None)
 
 

@@ -210,7 +210,7 @@ def test_clients_that_stop_midway_keep_nobody_out(sent: bytes, monkeypatch: pyte
 def _stopped() -> int:
     """Return the number of connections that wait for a body or for a client to read."""
     waiting = [*BoundedHTTP._waiting]
-    return sum(one._stall is not None or one._awaited is h11.SEND_BODY for one in waiting)
+    return sum(one._awaited in (bounded_http._READING, h11.SEND_BODY) for one in waiting)
 
 
 def test_when_all_are_busy_more_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
