@@ -37,7 +37,6 @@ from reliable_mq.web.letters import MOST, QueueReading, QueueSummary, Source
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from reliable_mq.deadletters import DeadLetterQueue
     from reliable_mq.stores.protocol import ResettableStore
 
 __all__ = ["AuditLog", "Operations", "ReplayOptions"]
@@ -230,7 +229,8 @@ class Operations:
             if queue in self._summaries or len(self._alone) >= _AT_A_TIME or self.jobs.of(queue):
                 return
             self._summaries[queue] = None
-            self._alone.append(self.jobs.begin(Job("read", queue, _EVERYTHING, ""), self._read_if_not_counted))
+            job = Job("read", queue, _EVERYTHING, "")
+            self._alone.append(self.jobs.begin(job, partial(self._read, alone=True)))
 
     def read_letter(self, queue: str, fingerprint: str, user: str) -> Job:
         """Begin to read one letter and to keep its content, or return the job that does."""
@@ -310,24 +310,21 @@ class Operations:
                     return one
             return self.jobs.begin(job, work)
 
-    def _read(self, job: Job) -> None:
-        with self._source.open(job.queue) as dead:
-            self._keep(job, dead)
+    def _read(self, job: Job, *, alone: bool = False) -> None:
+        """Read a queue, and keep the reading.
 
-    def _read_if_not_counted(self, job: Job) -> None:
+        For the list ``alone``, a queue whose reads RabbitMQ counts is not read, and the reading is kept if there is
+        room.
+        """
         with self._source.open(job.queue) as dead:
-            if not dead.counts_reads:
-                self._keep(job, dead, alone=True)
-
-    def _keep(self, job: Job, dead: DeadLetterQueue, *, alone: bool = False) -> None:
-        """Read a queue, and keep the reading if a user requested it, or if there is room."""
-        reading = QueueReading(job.queue)
-        there = len(dead)
-        with closing(dead.browse(limit=MOST, progress=job.progress)) as messages:  # type: ignore[type-var]
-            for message in messages:
-                reading.add(message)
-                if job.stop.is_set():
-                    return
+            if alone and dead.counts_reads:
+                return
+            reading, there = QueueReading(job.queue), len(dead)
+            with closing(dead.browse(limit=MOST, progress=job.progress)) as messages:  # type: ignore[type-var]
+                for message in messages:
+                    reading.add(message)
+                    if job.stop.is_set():
+                        return
         reading.total = max(reading.total, there)
         summary = reading.summary()
         with self._lock:
