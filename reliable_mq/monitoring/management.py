@@ -8,17 +8,16 @@ from __future__ import annotations
 import base64
 import http
 import http.client
-import io
 import json
 import re
-import socket
 import ssl
-import time
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Self
 from urllib.parse import SplitResult, quote, unquote, urlsplit
 
+from reliable_mq._util.threads import CancelHandle, DaemonExecutor
 from reliable_mq._util.validation import is_host
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
@@ -31,7 +30,7 @@ _HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
 _PATH: Final = "/%:@!$&'()*+,;="  # may stand in a path as they are, RFC 3986
 _MOST: Final = 64 * 1024 * 1024  # bytes of a response
 _CHUNK: Final = 64 * 1024
-_TOTAL: Final = 60.0  # seconds for a whole response
+_TOTAL: Final = 60.0  # seconds for a whole call
 _SHOWN: Final = 200  # characters of an error's body
 
 
@@ -146,14 +145,11 @@ class ManagementAPI:
     @property
     def is_there(self) -> bool:
         """Whether a server at this address requires a login. Sends no password."""
-        connection = self._connection()
         try:
-            connection.request("GET", f"{self.prefix}/api/whoami", headers={"Accept": "application/json"})
-            return connection.getresponse().status == http.HTTPStatus.UNAUTHORIZED
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+            replace(self, credentials=None).get("whoami")
+        except ManagementError as error:
+            return error.status == http.HTTPStatus.UNAUTHORIZED
+        return False
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
@@ -172,24 +168,31 @@ class ManagementAPI:
         if self.credentials is not None:
             token = base64.b64encode(f"{self.credentials.username}:{self.credentials.password}".encode()).decode()
             headers["Authorization"] = f"Basic {token}"
-        connection = self._connection()
         try:
-            connection.request("GET", path, headers=headers)
-            response = connection.getresponse()
-            content = self._content(response)
+            # The timeout of a socket applies to each read: a server that trickles would block the caller forever.
+            with closing(DaemonExecutor("management API", 1)) as executor:
+                status, content = executor.call(partial(self._response, path, headers), _TOTAL)
         except ssl.SSLCertVerificationError as error:
             raise ManagementError(f"{self}: the certificate does not verify: {error.verify_message}") from error
         except (OSError, http.client.HTTPException) as error:
             why = "no answer in time" if isinstance(error, TimeoutError) else getattr(error, "strerror", None) or error
             raise ManagementError(f"{self}: {why}") from error
-        finally:
-            connection.close()
-        if response.status >= 400:
-            raise ManagementError(f"{self}: {response.status} {_reason(content)}", response.status)
+        if status >= 400:
+            raise ManagementError(f"{self}: {status} {_reason(content)}", status)
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
+
+    def _response(self, path: str, headers: dict[str, str], call: CancelHandle) -> tuple[int, bytes]:
+        connection = self._connection()
+        try:
+            connection.request("GET", path, headers=headers)
+            with call.using(connection.sock, connection.close):
+                response = connection.getresponse()
+                return response.status, self._content(response)
+        finally:
+            connection.close()
 
     def _content(self, response: http.client.HTTPResponse) -> bytes:
         content = bytearray()
@@ -202,13 +205,9 @@ class ManagementAPI:
         return bytes(content)
 
     def _connection(self) -> http.client.HTTPConnection:
-        made: http.client.HTTPConnection
-        if self.context is not None:
-            made = _TLSConnection(self.host, self.port, self.timeout, self.context, self.server_name)
-        else:
-            made = http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
-        made.response_class = partial(_TimelyResponse, time.monotonic() + _TOTAL)  # type: ignore[assignment]
-        return made
+        if self.context is None:
+            return http.client.HTTPConnection(self.host, self.port, timeout=self.timeout)
+        return _TLSConnection(self.host, self.port, self.timeout, self.context, self.server_name)
 
 
 def rows(api: ManagementAPI, *segments: str, named: bool = False) -> list[dict[str, Any]]:
@@ -237,39 +236,6 @@ class _TLSConnection(http.client.HTTPSConnection):
     def connect(self) -> None:
         http.client.HTTPConnection.connect(self)
         self.sock = self._wrap(self.sock)
-
-
-class _TimelyResponse(http.client.HTTPResponse):
-    """A response whose head and body must arrive before a deadline."""
-
-    def __init__(self, deadline: float, sock: socket.socket, *args: Any, **options: Any) -> None:
-        super().__init__(sock, *args, **options)
-        self.fp = io.BufferedReader(_TimelyReader(deadline, sock, self.fp))
-
-
-class _TimelyReader(io.RawIOBase):
-    def __init__(self, deadline: float, sock: socket.socket, file: io.BufferedReader) -> None:
-        self._deadline = deadline
-        self._socket = sock
-        self._file = file
-        self._patience = sock.gettimeout() or _TOTAL
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        remaining = self._deadline - time.monotonic()
-        if remaining <= 0:
-            raise TimeoutError
-        self._socket.settimeout(min(self._patience, remaining))
-        data = self._file.read1(len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._file.close()
-        super().close()
 
 
 def _context(settings: ConnectionSettings) -> ssl.SSLContext:
