@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -124,16 +124,18 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
     target = Path(os.path.realpath(path))  # a symbolic link stays one
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    start = os.fsdecode(os.fsencode(target.name)[:200])  # a name has 255 bytes at most
+    unfinished = target.parent / f".{start}.{secrets.token_hex(4)}.part"
+    permissions = 0o666 if mode is None else stat.S_IMODE(mode)
     try:
-        start = os.fsdecode(os.fsencode(target.name)[:200])  # a name has 255 bytes at most
-        descriptor, name = tempfile.mkstemp(prefix=f".{start}.", suffix=".part", dir=target.parent)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, permissions)
     except OSError as error:
         why = f"no file can be created in its directory: {error.strerror}"
         raise OSError(error.errno, why, str(path)) from error
-    unfinished = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o666 & ~_umask() if mode is None else stat.S_IMODE(mode))
+            if mode is not None:  # the umask applies only to a new file
+                os.fchmod(descriptor, permissions)
             yield file
             file.flush()
             os.fsync(descriptor)
@@ -150,13 +152,6 @@ def _mode(path: Path) -> int | None:
         return path.stat().st_mode
     except FileNotFoundError:
         return None
-
-
-def _umask() -> int:
-    """Return the mask of the process. The only way to read it is to set it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 def _sync_directory(path: Path) -> None:
