@@ -15,9 +15,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TextIO
+from typing import BinaryIO, Generic, NamedTuple, TextIO, TypeVar
 
 __all__ = ["Input", "Readable", "is_replaced", "lines", "size_of", "whole_file", "whole_files"]
+
+T = TypeVar("T")
 
 
 class Input(NamedTuple):
@@ -53,18 +55,18 @@ def whole_files(files: Sequence[Path]) -> Iterator[Input]:
         yield Input(str(path), data, len(data))
 
 
-class Readable:
+class Readable(Generic[T]):
     """Input up to a read error. The caller settles the input before the error.
 
     Attributes:
         error: The read error that ended the input, or None.
     """
 
-    def __init__(self, pieces: Iterator[Input]) -> None:
+    def __init__(self, pieces: Iterator[T]) -> None:
         self.error: OSError | None = None
         self._pieces = pieces
 
-    def __iter__(self) -> Iterator[Input]:
+    def __iter__(self) -> Iterator[T]:
         try:
             yield from self._pieces
         except OSError as error:

@@ -158,7 +158,7 @@ class _Run:
         self._began = time.monotonic()
         self._spinner = Spinner("dots")
 
-    def publish_all(self, inputs: Readable) -> int:
+    def publish_all(self, inputs: Readable[Input]) -> int:
         """Publish everything that can be read and return the exit status."""
         with self._progress():
             try:
@@ -174,7 +174,7 @@ class _Run:
             raise inputs.error
         return INTERRUPTED if self._interrupted else 1 if self._failed else 0
 
-    def _publish_each(self, inputs: Readable) -> None:
+    def _publish_each(self, inputs: Readable[Input]) -> None:
         for item in inputs:
             self._read_bytes += item.size
             if self._recipe.is_message(item.data):

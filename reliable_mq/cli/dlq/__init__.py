@@ -32,7 +32,7 @@ from reliable_mq.cli.dlq.render import (
     summary,
     summary_json,
 )
-from reliable_mq.cli.files import Input, Readable, is_replaced, lines, whole_file
+from reliable_mq.cli.files import Readable, is_replaced, lines, whole_file
 from reliable_mq.cli.terminal import (
     INTERRUPTED,
     URL,
@@ -362,32 +362,28 @@ def import_(
     from reliable_mq.engine.publisher_channel import unwatched_logger
 
     hide_logs(unwatched_logger)
-    count = 0
-    ends = [0]  # lines up to the end of each file
-
-    def each_file() -> Iterator[Input]:
-        for some in [[file] for file in files or []] or [[]]:
-            yield from lines(some)
-            ends.append(count)
+    sources = [[file] for file in files or []] or [[]]
+    ends = [0]  # lines up to the end of each source
 
     def texts() -> Iterator[bytes]:
-        nonlocal count
-        for item in given:
-            count += 1
-            yield item.data
+        count = 0
+        for source in sources:
+            for item in lines(source):
+                count += 1
+                yield item.data
+            ends.append(count)
 
     def place(number: int) -> str:
-        if not files:
-            return f"line {number}"
-        file = min(bisect_left(ends, number), len(files)) - 1
-        return f"{files[file]}, line {number - ends[file]}"
+        source = min(bisect_left(ends, number), len(sources)) - 1
+        line = f"line {number - ends[source]}"
+        return f"{files[source]}, {line}" if files else line
 
-    given, report = Readable(each_file()), ImportReport()
+    given, report = Readable(texts()), ImportReport()
     interrupted = False
     with _opened(url, queue) as dead:
         try:
             with progress_bar("importing") as bar:
-                dead.import_lines(texts(), progress=bar, report=report)
+                dead.import_lines(given, progress=bar, report=report)
         except KeyboardInterrupt:
             interrupted = True
     for _, alike in groupby(report.failures, key=lambda failure: id(failure[1])):
