@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from reliable_mq._util.validation import ip_address
+from reliable_mq._util.validation import ip_address, is_host
 from reliable_mq.cli.dlq import imported_store
 from reliable_mq.cli.terminal import INTERRUPTED, URL, hide_logs, output, say
 from reliable_mq.errors import ConfigurationError
@@ -97,6 +97,8 @@ def web(
     hide_logs(unwatched_logger)
     token = _token(token_file)
     address = ip_address(host)
+    if address is None and not is_host(host):
+        raise typer.BadParameter(f"--host takes an address or the name of a host, not {host!r}")
     host = host if address is None else str(address)
     is_loopback = host == "localhost" if address is None else address.is_loopback
     if token is None and not is_loopback:

@@ -100,6 +100,7 @@ def broker(monkeypatch: pytest.MonkeyPatch) -> MemoryBroker:
         (("publish", BROKER, "--json", "--transient"), "--transient is for lines and files"),
         (("consume", BROKER, QUEUE, "--peek", "--count", "65536"), "--count is at most 65535 with --peek"),
         (("web", BROKER, QUEUE, "--allow-editing"), "--allow-editing needs --allow-changes"),
+        (("web", BROKER, QUEUE, "--host", "ä..b"), "--host takes an address or the name of a host, not 'ä..b'"),
         (("stage", BROKER, "orders", "staged", "--key", "foo"), "--key must be message_id, routing_key or header:NAME"),
         (
             ("stage", BROKER, "orders", "staged", "--key", "header:"),
