@@ -92,6 +92,7 @@ def web(
             raise
         raise ConfigurationError("web needs uvicorn, of the extra 'web': pip install 'reliable-mq[web]'") from error
     from reliable_mq.engine.publisher_channel import unwatched_logger
+    from reliable_mq.settings import Endpoint
     from reliable_mq.url import parse_url
 
     hide_logs(unwatched_logger)
@@ -118,8 +119,7 @@ def web(
     )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=128) as listening:
-        shown = f"[{host}]" if ":" in host else host
-        say(f"http://{shown}:{listening.getsockname()[1]}/ (Ctrl-C ends it)", console=output)
+        say(f"http://{Endpoint(host, listening.getsockname()[1])}/ (Ctrl-C ends it)", console=output)
         received = serve(app, listening, _GRACE)
     if not app.close(_GRACE):
         say("an operation did not end in time; what it has not confirmed is in its queue")
@@ -146,6 +146,7 @@ def _found_by(settings: ConnectionSettings, management_url: str | None) -> Calla
     from reliable_mq.cli.doctor.management import Snapshot
     from reliable_mq.cli.doctor.queues import dead_letter_queues
     from reliable_mq.monitoring.management import ManagementAPI, ManagementError
+    from reliable_mq.topology import DEAD_SUFFIX
 
     if management_url:
         ManagementAPI.check(management_url, settings, option="--management-url")
@@ -161,14 +162,11 @@ def _found_by(settings: ConnectionSettings, management_url: str | None) -> Calla
                 why = str(error)
                 continue
             routes = {name: snapshot.dead_letter_route(view) for name, view in snapshot.queues.items()}
-            return sorted({*dead_letter_queues(snapshot, routes), *filter(_is_dead, snapshot.queues)})
+            named_so = (name for name in snapshot.queues if name.endswith(DEAD_SUFFIX))
+            return sorted({*dead_letter_queues(snapshot, routes), *named_so})
         raise ConfigurationError(
             f"only the management API could name the dead-letter queues ({why}): open one by its name, name them on "
             "the command line, or give --management-url"
         )
 
     return find
-
-
-def _is_dead(name: str) -> bool:
-    return name.endswith(".dead")
