@@ -105,8 +105,7 @@ class Pages:
 
     async def letters(self, request: Request) -> Response:
         """Return the letters of a queue that match the filter in the address."""
-        fields = Fields(request.url.query)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         reading = self._operations.reading(queue)
         if reading is None:
             job = self._operations.read(queue, _user(request))
@@ -136,8 +135,7 @@ class Pages:
         )
 
     async def letter(self, request: Request) -> Response:
-        fields = Fields(request.url.query)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         form = fields.get("as")
         choice = Choice.of(fields, "queue", "id", "as")
         opened = await self._open(request, queue, fields.get("id"))
@@ -151,8 +149,7 @@ class Pages:
 
     async def body(self, request: Request) -> Response:
         """Return the body of a letter as a file."""
-        fields = Fields(request.url.query)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         opened = await self._open(request, queue, fields.get("id"))
         if isinstance(opened, str):
             return self._not_opened(request, queue, opened)
@@ -167,16 +164,14 @@ class Pages:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     async def read(self, request: Request) -> Response:
-        fields = await _form(request)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         job = self._operations.read(queue, _user(request))
         await run_in_threadpool(job.wait, _READ_WITHIN)
         return self._to_reading(request, job, fields.get("choice"))
 
     async def reading(self, request: Request) -> Response:
         """Return the progress of a reading, and after its end its letters or its error."""
-        fields = Fields(request.url.query)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         job = self._operations.jobs.get(fields.get("id"))
         if job is None or (job.is_over and job.state is not JobState.FAILED):
             chosen = (pair for pair in Fields(fields.get("choice")).pairs if pair[0] != "queue")
@@ -187,8 +182,7 @@ class Pages:
 
     async def replay(self, request: Request) -> Response:
         """Return the form for a replay, or begin a replay or dry run with its options."""
-        fields = await _form(request)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         choice = _choice(fields)
         go, wrong = fields.get("go"), ""
         if go == "replay":
@@ -206,8 +200,7 @@ class Pages:
     async def purge(self, request: Request) -> Response:
         """Return the form for a purge, or begin it if the queue's name was typed."""
         self._need_changes()
-        fields = await _form(request)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         choice = _choice(fields)
         wrong = ""
         if fields.get("go"):
@@ -222,8 +215,7 @@ class Pages:
         self._need_changes()
         if not self._allow_editing:
             raise HTTPException(403, "Letters are replayed as they are: editing is not allowed here.")
-        fields = await _form(request) if request.method == "POST" else Fields(request.url.query)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         typed: bytes | None = None
         if request.method == "POST":
             given = fields.all("body")
@@ -247,8 +239,7 @@ class Pages:
         return self._to_job(request, self._operations.replay(queue, choice, _user(request), options))
 
     async def export(self, request: Request) -> Response:
-        fields = await _form(request)
-        queue = await self._queue(request, fields)
+        fields, queue = await self._asked(request)
         choice = _choice(fields)
         return self._to_job(request, self._operations.export(queue, choice, _user(request)))
 
@@ -366,15 +357,19 @@ class Pages:
         values = {"queue": queue, "id": fingerprint, "name": name, "body": body.decode(), "wrong": wrong}
         return self._page(request, "edit.html", status, title="Edit and replay", **values)
 
-    async def _queue(self, request: Request, fields: Fields) -> str:
-        """Return the queue that the fields name, if the page may open it for the request."""
+    async def _asked(self, request: Request) -> tuple[Fields, str]:
+        """Return the fields of a form or an address, and the queue that they name.
+
+        The page may open that queue for the request.
+        """
+        fields = await _form(request) if request.method == "POST" else Fields(request.url.query)
         queue = await run_in_threadpool(self._source.named, fields.typed("queue"))
         encode_short_string(queue, "queue")  # an invalid name in one address would break the list for all users
         if not is_text(queue) or not await run_in_threadpool(self._source.allows, queue):
             raise HTTPException(404, f"This page shows no queue “{queue}”.")
         if is_of_another_site(request) and queue not in await run_in_threadpool(self._source.names):
             raise HTTPException(403, f"A link of another site opens listed queues only: open “{queue}” by its name.")
-        return queue
+        return fields, queue
 
     def _job(self, fields: Fields) -> Job:
         job = self._operations.jobs.get(fields.get("id"))
