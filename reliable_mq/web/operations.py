@@ -15,6 +15,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 import tempfile
 import threading
 from collections import deque
@@ -110,6 +111,8 @@ class AuditLog:
             return
         descriptor = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o640)
         try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "it is not a regular file")
             if data:
                 # The last line is incomplete if the disk was full, or if a process died, here or elsewhere.
                 line = b"\n" * _is_unfinished(descriptor) + data

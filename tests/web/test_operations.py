@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import re
 import resource
 import threading
@@ -19,7 +20,7 @@ from starlette.requests import ClientDisconnect
 
 from reliable_mq import Message
 from reliable_mq.core import headers
-from reliable_mq.errors import BrokerUnavailable
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.stores import MemoryStore
 from reliable_mq.testing.waiting import wait_until
 from reliable_mq.web import DeadLetterApp
@@ -579,6 +580,14 @@ def test_a_partly_written_audit_entry_fails_and_harms_no_other(tmp_path: Path) -
     log.write("begun", "fourth", {})
     for each in (log, AuditLog(path)):
         assert [entry["id"] for entry in each.latest()] == ["fourth", "third", "first"]
+
+
+@pytest.mark.parametrize("place", ["pipe", "/dev/null"])
+def test_an_audit_log_is_a_regular_file(place: str, tmp_path: Path) -> None:
+    """A pipe that nobody writes to would block, and a device keeps nothing."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match=r"audit_log: .* cannot be written: it is not a regular file"):
+        AuditLog(tmp_path / place)
 
 
 @pytest.mark.usefixtures("letters")
