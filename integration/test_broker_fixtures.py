@@ -281,7 +281,6 @@ def test_healing_restores_the_certificates_of_the_launch(private_broker: RabbitM
 
     def content() -> bytes:
         chunks, _ = private_broker.container.get_archive(path)
-        private_broker.let_go()
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
             return tar.extractfile(tar.getnames()[0]).read()
 
@@ -345,7 +344,6 @@ def test_lost_packets_leave_no_volume(private_broker: RabbitMQ, monkeypatch: pyt
 
     volumes = private_broker.container.client.volumes
     known = {volume.id for volume in volumes.list()}
-    private_broker.let_go()
     assert removed
     assert known.intersection(removed) <= set(volumes_of(private_broker.container))
 
@@ -454,7 +452,6 @@ def test_a_broker_can_be_given_configuration_and_files() -> None:
 def test_an_image_without_erl_call_has_rabbitmqctl_asked(private_broker: RabbitMQ) -> None:
     def move(source: str, target: str) -> None:
         assert private_broker.container.exec_run(["mv", source, target], user="0").exit_code == 0
-        private_broker.let_go()
 
     def found() -> str:  # docker sometimes loses the output of a short command
         return private_broker.execute("sh", "-c", "command -v erl_call").strip()
@@ -509,7 +506,6 @@ def test_a_leftover_may_vanish_while_leftovers_are_removed(broker: RabbitMQ, mon
 
     with pytest.raises(NotFound):
         leftovers[1].reload()
-    broker.let_go()
 
 
 def test_the_checker_finds_everything_that_was_published(vhost: VirtualHost, checker: Audit) -> None:

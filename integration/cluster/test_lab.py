@@ -229,7 +229,6 @@ def test_a_disk_is_lost_though_the_image_has_no_volume(image_without_volumes: st
         chunks, _ = node.container.get_archive("/var/lib/rabbitmq")
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
             assert tar.getnames() == ["rabbitmq", "rabbitmq/.erlang.cookie"]
-        node.let_go()
 
 
 @pytest.mark.soak

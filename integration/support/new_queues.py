@@ -67,4 +67,3 @@ def signals_at_once(broker: RabbitMQ) -> Iterator[Callable[[str], None]]:
     finally:
         stream._sock.close()
         stream.close()
-        broker.let_go()

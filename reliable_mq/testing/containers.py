@@ -351,10 +351,6 @@ class ContainedServer(ABC):
         """
         wait_until(lambda: self.status() == status, timeout=_STATUS_TIMEOUT, what=f"container {status}")
 
-    def let_go(self) -> None:
-        """Close the idle connections of the docker client."""
-        self.container.client.close()
-
     def _change_state(self, action: str, **options: Any) -> None:
         """Call a method of docker's container object that changes the container's state."""
         try:
