@@ -64,10 +64,6 @@ class AlertSettings:
                 f"manual_url (--manual-url) holds a character that no URL has: percent-encode it in {self.manual_url!r}"
             )
 
-    @property
-    def max_age_seconds(self) -> float:
-        return _seconds("max_age", self.max_age)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
@@ -95,7 +91,7 @@ class Alert:
             "HOLD": settings.hold,
             "LONG_HOLD": max(settings.hold, _LONG_HOLD, key=partial(_seconds, "hold")),
             "WINDOW": settings.window,
-            "MAX_AGE": f"{settings.max_age_seconds:g}",
+            "MAX_AGE": f"{_seconds('max_age', settings.max_age):g}",
         }
         return re.sub(r"\b(HOLD|LONG_HOLD|WINDOW|MAX_AGE)\b", lambda found: values[found[1]], self.expression)
 

@@ -49,10 +49,9 @@ _LINGER_ZERO: Final = struct.pack("ii", 1, 0)
 class _QueuedEnd(enum.Enum):
     """The end of a stream. It waits in the queue like bytes."""
 
-    FIN = enum.auto()
+    FIN = enum.auto()  # of this direction alone
+    CUT = enum.auto()
     RESET = enum.auto()
-    CUT_FIN = enum.auto()
-    CUT_RESET = enum.auto()
 
 
 class Stream:
@@ -182,7 +181,7 @@ class Stream:
             for step in self._steps(part, passed):
                 if isinstance(step, Cut):
                     self._emit(b"".join(out) + step.data, out_keys)
-                    self._enqueue(_QueuedEnd.CUT_RESET if step.reset else _QueuedEnd.CUT_FIN)
+                    self._enqueue(_QueuedEnd.RESET if step.reset else _QueuedEnd.CUT)
                     self._discarding = True
                     return
                 out.append(step.raw)
@@ -268,7 +267,7 @@ class Stream:
             self._target.end_writing()
             self._connection.stream_finished()
         else:
-            self._connection.cut(reset=end is not _QueuedEnd.CUT_FIN)
+            self._connection.cut(reset=end is _QueuedEnd.RESET)
 
 
 def _keys(data: bytes) -> list[int]:

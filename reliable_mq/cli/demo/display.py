@@ -40,7 +40,6 @@ def run(shop: Shop, outages: Outages, hosts: str) -> int:
     """Run the demo to its end and return the exit status."""
     interrupted = False
     error: str | None = None
-    began = time.monotonic()
     with shop:
         title = f"{shop.orders:,} orders through {shop.broker} at {hosts}"
         began = time.monotonic()
