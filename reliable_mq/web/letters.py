@@ -285,8 +285,7 @@ class QueueReading:
         self._kept = 0
         self._texts: dict[str, str] = {}  # not interned: some versions of Python never free such texts
         self._extra: Letter | None = None
-        self._by_fingerprint: dict[str, Letter] = {}
-        self._repeated: dict[str, list[Letter]] = {}  # the letters that are equal to one of those in every byte
+        self._by_fingerprint: dict[str, Letter] = {}  # of letters that are equal in every byte, the first
 
     def add(self, message: DeadMessage) -> None:
         """Add the next letter. Called only during the reading."""
@@ -296,8 +295,7 @@ class QueueReading:
         self.not_kept += not keep
         letter = Letter(message, keep=keep, shared=self._shared)
         self.letters.append(letter)
-        if self._by_fingerprint.setdefault(letter.fingerprint, letter) is not letter:
-            self._repeated.setdefault(letter.fingerprint, []).append(letter)
+        self._by_fingerprint.setdefault(letter.fingerprint, letter)
         self.total = max(self.total, len(self.letters))
 
     def find(self, fingerprint: str) -> Letter | None:
@@ -317,11 +315,6 @@ class QueueReading:
         """Return the letters that match a filter. `now` must be timezone-aware."""
         if chosen.everything:
             return self.letters
-        if chosen.fingerprints and len(chosen.fingerprints) < len(self.letters):
-            there = [self._by_fingerprint[each] for each in chosen.fingerprints & self._by_fingerprint.keys()]
-            there += [letter for each in chosen.fingerprints for letter in self._repeated.get(each, ())]
-            there.sort(key=lambda letter: letter.position)
-            return [letter for letter in there if chosen.matches(letter, now)]
         return [letter for letter in self.letters if chosen.matches(letter, now)]
 
     def groups(self, letters: Sequence[Letter]) -> list[LetterGroup]:
