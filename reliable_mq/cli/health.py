@@ -54,6 +54,7 @@ def _line(part: dict[str, Any]) -> str:
 def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     """Return the status and the report of a probe. Refuse other responses."""
     import http.client
+    from contextlib import closing
     from urllib.parse import urlsplit
 
     from reliable_mq._util.threads import DaemonExecutor
@@ -73,12 +74,10 @@ def _ask(url: str, timeout: float) -> tuple[int, dict[str, Any]]:
     connection = kind(host, port, timeout=timeout)
 
     def get(_: object) -> tuple[int, str, bytes]:
-        try:
+        with closing(connection):
             connection.request("GET", parts.path.rstrip("/") or "/readyz", headers={"Connection": "close"})
             response = connection.getresponse()
             return response.status, response.reason, response.read(_MOST_BYTES)
-        finally:
-            connection.close()
 
     # A socket's timeout applies to each read: a server that trickles would block the probe forever.
     try:

@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -270,11 +270,8 @@ def _outbox(
         raise OutboxError(f"{where} is not a file: give the path of an outbox's SQLite file, or a database URL")
     from reliable_mq.outbox import SQLiteOutbox
 
-    file = SQLiteOutbox(where)
-    try:
+    with closing(SQLiteOutbox(where)) as file:
         yield file
-    finally:
-        file.close()
 
 
 @contextmanager

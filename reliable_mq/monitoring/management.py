@@ -185,14 +185,11 @@ class ManagementAPI:
             raise ManagementError(f"{self}: the answer is not JSON; is this RabbitMQ's management API?") from error
 
     def _response(self, path: str, headers: dict[str, str], call: CancelHandle) -> tuple[int, bytes]:
-        connection = self._connection()
-        try:
+        with closing(self._connection()) as connection:
             connection.request("GET", path, headers=headers)
             with call.using(connection.sock, connection.close):
                 response = connection.getresponse()
                 return response.status, self._content(response)
-        finally:
-            connection.close()
 
     def _content(self, response: http.client.HTTPResponse) -> bytes:
         content = bytearray()
