@@ -133,8 +133,8 @@ class Jobs:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all: dict[str, Job] = {}
+        # By queue. The first operation runs, the others wait.
         self._lines: dict[str, deque[tuple[Job, Callable[[Job], object]]]] = {}
-        self._current: dict[str, Job] = {}
         self._closed = False
 
     def begin(self, job: Job, work: Callable[[Job], Any]) -> Job:
@@ -149,8 +149,8 @@ class Jobs:
             if self._closed:
                 raise UsageError("the page is being shut down: no new operation can start")
             line = self._lines.get(job.queue)
-            if line is not None and len(line) >= _WAITING:
-                raise UsageError(f"{len(line)} operations wait for queue {job.queue!r}: try again when they have ended")
+            if line is not None and len(line) > _WAITING:
+                raise UsageError(f"{_WAITING} operations wait for queue {job.queue!r}: try again when they have ended")
             if job.kind == "export":
                 exports = sum(one.kind == "export" and not one.is_over for one in self._all.values())
                 if exports >= _EXPORTS:
@@ -177,9 +177,7 @@ class Jobs:
     def of(self, queue: str) -> list[Job]:
         """Return the operations that run on a queue or wait for it, in order."""
         with self._lock:
-            current = self._current.get(queue)
-            waiting = [job for job, _ in self._lines.get(queue, ())]
-            return [*([] if current is None else [current]), *waiting]
+            return [job for job, _ in self._lines.get(queue, ())]
 
     def opened_file(self, job: Job) -> int | None:
         """Return a new descriptor of an export's file, or None if it is not kept."""
@@ -202,19 +200,18 @@ class Jobs:
 
     def _run(self, queue: str) -> None:
         """Run the operations on one queue until none is left."""
-        while True:
-            with self._lock:
-                self._current.pop(queue, None)
-                line = self._lines[queue]
-                if not line:
-                    del self._lines[queue]
-                    return
-                job, work = line.popleft()
-                self._current[queue] = job
+        with self._lock:
+            line = self._lines[queue]
+        while line:
+            job, work = line[0]
             if job.stop.is_set():
                 job.end(JobState.STOPPED)
             else:
                 job.run(work)
+            with self._lock:
+                line.popleft()
+                if not line:
+                    del self._lines[queue]
 
     def _forget_old(self) -> None:
         over = [job for job in self._all.values() if job.is_over]
