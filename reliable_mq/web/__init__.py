@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from reliable_mq._util.validation import missing_extra
+from reliable_mq._util.validation import check_flag, missing_extra
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.protocol import ResettableStore, check_reset_options
 from reliable_mq.topology import Queue
@@ -91,6 +91,9 @@ class DeadLetterApp:
     ) -> None:
         if isinstance(queues, str):
             raise ConfigurationError(f"queues must be a collection: write [{queues!r}]")
+        check_flag("any_queue", any_queue)
+        check_flag("allow_changes", allow_changes)
+        check_flag("allow_editing", allow_editing)
         if allow_editing and not allow_changes:
             raise ConfigurationError("allow_editing needs allow_changes: an edited letter is replayed")
         check_reset_options(idempotency, idempotency_namespace)

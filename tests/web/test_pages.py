@@ -645,6 +645,8 @@ def test_a_queue_with_more_letters_than_a_reading_holds(
         ({"token": "short"}, "token has 5 characters, but needs at least 16"),
         ({"token": "x" * 20, "user": lambda _request: "me"}, "give either token or user"),
         ({"allow_editing": True}, "allow_editing needs allow_changes"),
+        ({"allow_changes": "false"}, "allow_changes must be True or False, not 'false'"),
+        ({"any_queue": "0"}, "any_queue must be True or False, not '0'"),
         ({"allowed_hosts": "shop.example"}, "allowed_hosts must be a collection: write ['shop.example']"),
         ({"idempotency": object()}, "idempotency must be a store that can reset attempts"),
         ({"idempotency": AsyncRedisStore("redis://h")}, "idempotency is a store for AsyncConsumer"),
