@@ -45,7 +45,6 @@ def health(
 
 
 def _line(part: dict[str, Any]) -> str:
-    """Return the line of one publisher or consumer."""
     state = ", ".join(name if part[name] else f"not {name}" for name in _STATES if name in part)
     reason = f": {part['reason']}" if part.get("reason") else ""
     return f"{part.get('part')}: {state} since {part.get('since')}{reason}"

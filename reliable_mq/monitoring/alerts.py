@@ -38,13 +38,7 @@ _OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
-    """The times for the rules, in Prometheus's notation, for example ``1h30m``.
-
-    Args:
-        hold: The time for which a state must last before its alert fires.
-        window: The time for which events count.
-        max_age: The maximum age of the oldest outstanding message, and of the oldest message in an outbox.
-        manual_url: The URL where this manual is served. Links to the runbook begin with it.
+    """The options of ``reliable-mq alerts``, with times in Prometheus's notation.
 
     Raises:
         ConfigurationError: If one of the times is not a positive duration that Prometheus accepts, or the URL holds a
