@@ -25,6 +25,7 @@ __all__ = [
     "LONGEST_BUSY_TIMEOUT",
     "SHORT_STRING_BYTES",
     "Duration",
+    "check_collection",
     "check_flag",
     "declared_by",
     "decode_json",
@@ -122,6 +123,12 @@ def check_flag(field: str, value: object) -> None:
     """Check that ``value`` is True or False. Errors name it ``field``."""
     if not isinstance(value, bool):
         raise ConfigurationError(f"{field} must be True or False, not {value!r}")
+
+
+def check_collection(field: str, value: object) -> None:
+    """Check that ``value`` is not one text, which is also a sequence of texts."""
+    if isinstance(value, str):
+        raise ConfigurationError(f"{field} must be a collection: write [{value!r}]")
 
 
 def seconds(field: str, value: Duration, *, positive: bool = False) -> float:

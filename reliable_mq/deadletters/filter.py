@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from typing import Any, Final, Protocol
 
-from reliable_mq._util.validation import Duration, seconds
+from reliable_mq._util.validation import Duration, check_collection, seconds
 from reliable_mq.core.consumer.attempts import MESSAGE_LIMIT
 from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.errors import ConfigurationError
@@ -132,8 +132,7 @@ class Filter:
 
 
 def _texts(name: str, values: object) -> frozenset[str]:
-    if isinstance(values, str):
-        raise ConfigurationError(f"{name} must be a collection: write [{values!r}]")
+    check_collection(name, values)
     texts: list[Any] = list(values) if isinstance(values, Iterable) else [values]
     if not all(isinstance(text, str) for text in texts):
         raise ConfigurationError(f"{name} must be a collection of texts, not {values!r}")

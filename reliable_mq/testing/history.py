@@ -27,7 +27,8 @@ from itertools import pairwise
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
-from reliable_mq.errors import ConfigurationError, PublishError, UsageError
+from reliable_mq._util.validation import check_collection
+from reliable_mq.errors import PublishError, UsageError
 from reliable_mq.testing.audit import Audit, first_few
 
 if TYPE_CHECKING:
@@ -302,8 +303,7 @@ class History:
 
 
 def _names(by: Collection[str] | None) -> frozenset[str] | None:
-    if isinstance(by, str):
-        raise ConfigurationError(f"by must be a collection: write [{by!r}]")
+    check_collection("by", by)
     return None if by is None else frozenset(by)
 
 

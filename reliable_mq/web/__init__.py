@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from reliable_mq._util.validation import check_flag, missing_extra
+from reliable_mq._util.validation import check_collection, check_flag, missing_extra
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.stores.protocol import ResettableStore, check_reset_options
 from reliable_mq.topology import Queue
@@ -89,8 +89,7 @@ class DeadLetterApp:
         credentials: Credentials | CredentialsCallback | None = None,
         tls: TLSOptions | None = None,
     ) -> None:
-        if isinstance(queues, str):
-            raise ConfigurationError(f"queues must be a collection: write [{queues!r}]")
+        check_collection("queues", queues)
         check_flag("any_queue", any_queue)
         check_flag("allow_changes", allow_changes)
         check_flag("allow_editing", allow_editing)

@@ -33,7 +33,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reliable_mq._util.validation import ip_address
+from reliable_mq._util.validation import check_collection, ip_address
 from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
@@ -73,8 +73,7 @@ class Guard:
     """
 
     def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, user: UserOf | None) -> None:
-        if isinstance(hosts, str):
-            raise ConfigurationError(f"allowed_hosts must be a collection: write [{hosts!r}]")
+        check_collection("allowed_hosts", hosts)
         token = None if token is None else token.strip()
         if token is not None and len(token) < SHORTEST_TOKEN:
             raise ConfigurationError(
