@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from reliable_mq._util.validation import check_collection
 from reliable_mq.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,11 +82,13 @@ class Audit:
 
     def dead_lettered(self, message_ids: Iterable[str]) -> None:
         """Record messages that were found in a dead-letter queue."""
+        check_collection("message_ids", message_ids)
         with self._lock:
             self._dead_lettered.update(message_ids)
 
     def left(self, message_ids: Iterable[str]) -> None:
         """Record messages that were found in a work queue at the end."""
+        check_collection("message_ids", message_ids)
         with self._lock:
             self._left.update(message_ids)
 
@@ -115,9 +118,12 @@ class Audit:
             timeout: The maximum wait, in seconds.
 
         Raises:
+            ConfigurationError: If the name of one queue is given in place of several.
             TimeoutError: If a queue is not empty after `timeout`. The message has the counts.
             pika.exceptions.AMQPHeartbeatTimeout: If the broker is silent for about 40 s.
         """
+        check_collection("queues", queues)
+        check_collection("dead_letters", dead_letters)
         deadline = time.monotonic() + timeout
         while True:
             for queue in queues:

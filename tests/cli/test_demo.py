@@ -217,8 +217,8 @@ def account(*, confirmed: str = "abc", handled: str = "ab", dead: str = "c", lef
     for message_id in handled:
         made.effect(message_id)
         made.handled(message_id)
-    made.dead_lettered(dead)
-    made.left(left)
+    made.dead_lettered(list(dead))
+    made.left(list(left))
     return made
 
 

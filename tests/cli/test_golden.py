@@ -239,12 +239,12 @@ def test_the_result_of_a_demo() -> None:
     for message_id in "abd":
         good.effect(message_id)
         good.handled(message_id)
-    good.dead_lettered("c")
+    good.dead_lettered(["c"])
     bad.effect("a")
     bad.effect("a")
     bad.handled("a")
     bad.failed("d")
-    bad.left("b")
+    bad.left(["b"])
     done = progress(retried=1400, republished=7, duplicates=2)
     results = [DemoResult(good.balance(), done, 0, 12.3), DemoResult(bad.balance(), progress(), 2, 0.4)]
     compare("demo-result", shown(*results) + "\n".join(result.so_far for result in results))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reliable_mq.errors import UsageError
+from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.testing.audit import Audit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from reliable_mq.testing import VirtualHost
 
 IDS = st.lists(st.sampled_from("abcdef"))
 
@@ -30,10 +37,10 @@ def test_an_empty_account_adds_up() -> None:
 
 def test_effects_without_a_handled_message_cannot_be_checked() -> None:
     made = account(attempted="ab", confirmed="ab")
-    made.dead_lettered("a")
+    made.dead_lettered(["a"])
     with pytest.raises(AssertionError, match=r"lost: b$"):
         made.balance().check(effects_once=True)
-    made.left("b")
+    made.left(["b"])
 
     with pytest.raises(UsageError, match="effects_once cannot be checked"):
         made.close(effects_once=True)
@@ -104,7 +111,7 @@ def test_a_reported_failure_whose_message_arrived_is_refuted() -> None:
 
 def test_a_message_seen_twice_is_a_duplicate_and_counts_once() -> None:
     made = account(attempted="ab", confirmed="ab", handled="ab")
-    made.dead_lettered("b")
+    made.dead_lettered(["b"])
 
     balance = made.balance()
 
@@ -123,6 +130,22 @@ def test_effects_are_checked_on_request_only() -> None:
     balance.check()
     with pytest.raises(AssertionError, match=r"more than one effect: a\nno effect: b$"):
         balance.check(effects_once=True)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda made, host: made.left("m1"),
+        lambda made, host: made.dead_lettered("m1"),
+        lambda made, host: made.drain(host, "orders"),
+        lambda made, host: made.drain(host, ["orders"], dead_letters="orders.dead"),
+    ],
+)
+def test_a_text_is_not_taken_for_several_names(record: Callable[[Audit, VirtualHost], None]) -> None:
+    """Queues named by its letters do not exist, and so count as drained."""
+    host = SimpleNamespace(take_all=lambda *_, **__: [], live_counts=dict)
+    with pytest.raises(ConfigurationError, match="must be a collection: write"):
+        record(Audit(), cast("VirtualHost", host))
 
 
 def test_a_long_list_of_ids_is_cut_short() -> None:
