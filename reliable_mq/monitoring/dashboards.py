@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["DASHBOARDS", "Dashboard", "Panel", "PanelQuery", "Row", "Unit", "Variable"]
+__all__ = ["DASHBOARDS", "Dashboard", "Panel", "PanelQuery", "Row", "Unit"]
 
 Unit = Literal["short", "ops", "s", "percentunit", "bytes"]
 """Grafana's name of a unit: a count, a number per second, seconds, a share of 1."""
@@ -56,21 +56,14 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
-    """A selection of label values at the top of a dashboard, which limits later ones."""
-
-    label: str
-    metric: str
-
-
-@dataclass(frozen=True, slots=True)
 class Dashboard:
     """A dashboard for Grafana."""
 
     name: str
     title: str
     description: str
-    variables: tuple[Variable, ...]
+    metric: str
+    variables: tuple[str, ...]  # labels of `metric`, whose values are selected one after another
     rows: tuple[Row, ...]
 
 
@@ -154,7 +147,8 @@ PUBLISHERS: Final = Dashboard(
     "publishers",
     "reliable_mq: publishers and outbox",
     "What publishers submit, what the broker confirms, and what waits in outboxes.",
-    tuple(Variable(label, "reliable_mq_publisher_connected") for label in ("job", "instance", "publisher")),
+    "reliable_mq_publisher_connected",
+    ("job", "instance", "publisher"),
     (
         row(
             "Health",
@@ -314,7 +308,8 @@ CONSUMERS: Final = Dashboard(
     "consumers",
     "reliable_mq: consumers, retries and dead letters",
     "What consumers handle, what fails and is tried again, and what ends as a dead letter.",
-    tuple(Variable(label, "reliable_mq_consumer_connected") for label in ("job", "instance", "consumer", "queue")),
+    "reliable_mq_consumer_connected",
+    ("job", "instance", "consumer", "queue"),
     (
         row(
             "Health",

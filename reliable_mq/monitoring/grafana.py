@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from reliable_mq.monitoring.dashboards import Dashboard, Panel, Variable
+    from reliable_mq.monitoring.dashboards import Dashboard, Panel
 
 __all__ = ["dashboard_json"]
 
@@ -56,25 +56,25 @@ def dashboard_json(dashboard: Dashboard, datasource: str | None = None) -> dict[
         "annotations": {"list": []},
         "templating": {
             "list": [
-                _variable(variable, dashboard.variables[:position], source)
-                for position, variable in enumerate(dashboard.variables)
+                _variable(label, dashboard.metric, dashboard.variables[:position], source)
+                for position, label in enumerate(dashboard.variables)
             ]
         },
         "panels": _panels(dashboard, source),
     }
 
 
-def _matchers(variables: tuple[Variable, ...]) -> str:
-    return ", ".join(f'{variable.label}=~"${variable.label}"' for variable in variables)
+def _matchers(labels: tuple[str, ...]) -> str:
+    return ", ".join(f'{label}=~"${label}"' for label in labels)
 
 
-def _variable(variable: Variable, before: tuple[Variable, ...], source: dict[str, str]) -> dict[str, Any]:
+def _variable(label: str, metric: str, before: tuple[str, ...], source: dict[str, str]) -> dict[str, Any]:
     matchers = f"{{{_matchers(before)}}}" if before else ""
-    query = f"label_values({variable.metric}{matchers}, {variable.label})"
+    query = f"label_values({metric}{matchers}, {label})"
     return {
         "type": "query",
-        "name": variable.label,
-        "label": variable.label,
+        "name": label,
+        "label": label,
         "datasource": source,
         "definition": query,
         "query": query,

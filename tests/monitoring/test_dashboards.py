@@ -94,7 +94,7 @@ def test_a_panel_asks_for_metrics_and_labels_that_exist(dashboard: Dashboard, pa
     assert len(panel.help) > 20
     suffix = {"counter": "_total", "gauge": "", "histogram": "_bucket"}
     exposed = {f"{name}{suffix[family.kind]}": family for name, family in FAMILIES.items()}
-    variables = {variable.label for variable in dashboard.variables}
+    variables = set(dashboard.variables)
     for query in panel.queries:
         named = re.findall(r"reliable_mq_\w+", query.expression)
         assert named
