@@ -55,13 +55,10 @@ _BODY_SIZE = struct.Struct(">Q")
 _PROTOCOL_HEADER = b"AMQP"
 _PROTOCOL_HEADER_SIZE = 8
 
-_HEADER_KEY: Final = -HEADER
-_BODY_KEY: Final = -BODY
-_HEARTBEAT_KEY: Final = -HEARTBEAT
 _KEYS: Final = {  # pamqp writes "Basic.GetOk" for "basic.get-ok"
     re.sub(r"(?<=[a-z])(?=[A-Z])", "-", method.name).lower(): key
     for key, method in cast("dict[int, Any]", INDEX_MAPPING).items()
-} | {"header": _HEADER_KEY, "body": _BODY_KEY, "heartbeat": _HEARTBEAT_KEY}
+} | {"header": -HEADER, "body": -BODY, "heartbeat": -HEARTBEAT}
 _NAMES: Final = {key: name for name, key in _KEYS.items()}
 CONTENT_KEYS: Final = frozenset(
     _KEYS[name] for name in ("basic.publish", "basic.return", "basic.deliver", "basic.get-ok")
@@ -191,19 +188,14 @@ class Splitter:
             if data[stop - 1] != _FRAME_END:
                 self.opaque = True
                 return Chunk(data, keys, boundary)
-            if kind == METHOD:
-                key = key_at(data, position + 7)[0]
-                keys.append(key)
-                if key in CONTENT_KEYS:
-                    opened[channel] = 0
+            key = key_at(data, position + 7)[0] if kind == METHOD else -kind
+            keys.append(key)
+            if key in CONTENT_KEYS:
+                opened[channel] = 0
             elif kind == HEADER:
-                keys.append(_HEADER_KEY)
                 self._content(channel, _BODY_SIZE.unpack_from(data, position + 11)[0])
             elif kind == BODY:
-                keys.append(_BODY_KEY)
                 self._content(channel, opened.get(channel, 0) - length)
-            else:
-                keys.append(_HEARTBEAT_KEY)
             position = stop
             if not opened:
                 boundary = position
