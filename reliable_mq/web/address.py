@@ -21,18 +21,6 @@ from reliable_mq.errors import ConfigurationError
 
 __all__ = ["FIELDS", "Choice", "Fields", "ago", "encoded", "exactly", "group_of"]
 
-#: The fields of a filter.
-FIELDS: Final = (
-    "exception",
-    "reason",
-    "from-queue",
-    "message-id",
-    "header",
-    "older-than",
-    "newer-than",
-    "letter",
-    "group",
-)
 _MOST_FIELDS: Final = 2000
 _SINGLE: Final = frozenset({"exception", "reason", "from-queue", "older-than", "newer-than", "group"})
 _WORDS: Final = {
@@ -44,6 +32,8 @@ _WORDS: Final = {
     "older-than": "older than {}",
     "newer-than": "newer than {}",
 }
+#: The fields of a filter.
+FIELDS: Final = (*_WORDS, "letter", "group")
 _UNITS: Final = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
