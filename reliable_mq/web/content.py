@@ -59,9 +59,7 @@ def body_as(body: bytes, form: str, content_type: str | None) -> Body:
     indented = None if text is None or len(body) > _SHOWN else _indented(text)
     forms = tuple(name for name, there in (("json", indented), ("text", text), ("hex", "")) if there is not None)
     if form not in forms:
-        form = (
-            "text" if content_type is not None and content_type.startswith("text/") and text is not None else forms[0]
-        )
+        form = "text" if text is not None and (content_type or "").startswith("text/") else forms[0]
     if form == "json" and indented is not None:
         return Body(form, indented, len(body), forms)
     if form == "text" and text is not None:

@@ -83,13 +83,8 @@ def _different_versions(entries: Sequence[HostEntry]) -> Iterator[Finding]:
     versions = sorted({entry.server.version for entry in entries})
     if len(versions) > 1:
         text = f"the hosts run different versions: {', '.join(versions)}"
-        yield Finding(
-            Status.WARNING,
-            "broker",
-            "version",
-            text,
-            "Finish the upgrade. The findings below are about the first host.",
-        )
+        fix = "Finish the upgrade. The findings below are about the first host."
+        yield Finding(Status.WARNING, "broker", "version", text, fix)
 
 
 def _by_management(
