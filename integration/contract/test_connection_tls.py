@@ -79,8 +79,13 @@ def test_a_broker_of_an_unknown_authority_is_refused(broker: RabbitMQ, client: C
         assert "does not verify" in str(error)
 
 
-@pytest.mark.parametrize("given", ["none", "expired"])
-def test_a_client_without_a_valid_certificate_is_told_so(broker: RabbitMQ, authority: Authority, given: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "alert"),
+    [("none", "certificate required"), ("expired", "certificate expired"), ("of another authority", "unknown ca")],
+)
+def test_a_client_without_a_valid_certificate_is_told_so(
+    broker: RabbitMQ, authority: Authority, tmp_path: Path, given: str, alert: str
+) -> None:
     """The refusal is not permanent, because a certificate file can be renewed.
 
     The broker refuses with an alert that arrives after the client's side of the handshake.
@@ -88,12 +93,15 @@ def test_a_client_without_a_valid_certificate_is_told_so(broker: RabbitMQ, autho
     tls = TLSOptions(ca_file=authority.file)
     if given == "expired":
         tls = options(authority, authority.issue("expired", ends_in=-DAY))
+    elif given == "of another authority":
+        tls = options(authority, Authority(tmp_path, "other").issue("guest"))
     url = f"amqps://guest:guest@localhost:{broker.tls_port}/"
     with Recorded(url, tls=tls, stop=tenacity.stop_after_attempt(1)) as recorded:
         error, _ = recorded.client.wait_for("failed")
         assert not error.permanent
         assert str(broker.tls_port) in str(error)
-        assert f"certificate {'required' if given == 'none' else 'expired'}" in str(error)
+        assert "the broker refused the client certificate (cert_file): " in str(error)
+        assert alert in str(error)
 
 
 def test_tls_to_a_port_without_it_is_a_failed_attempt(broker: RabbitMQ, authority: Authority) -> None:

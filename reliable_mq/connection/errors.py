@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Aborted", "as_ours", "broker_unavailable", "is_refusal", "system_problem", "unreachable"]
 
+_OF_CLIENT_CERTIFICATE = re.compile("_ALERT_(.*CERTIFICATE|UNKNOWN_CA)")  # an alert is always the peer's
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
 
 
@@ -95,6 +96,8 @@ def system_problem(cause: BaseException | None) -> str | None:
             return _at_addresses(failures)
         case ssl.SSLCertVerificationError():
             return f"the certificate does not verify: {getattr(cause, 'verify_message', None) or cause.strerror}"
+        case ssl.SSLError(reason=str(reason)) if _OF_CLIENT_CERTIFICATE.search(reason):
+            return f"the broker refused the client certificate (cert_file): {cause.strerror}"
         case ssl.SSLError():
             return f"TLS failed: {cause.strerror}"
         case socket.gaierror():

@@ -33,6 +33,12 @@ def certificate_error() -> ssl.SSLCertVerificationError:
     return error
 
 
+def alert(reason: str) -> ssl.SSLError:
+    error = ssl.SSLError(1, "an alert")
+    error.reason = reason
+    return error
+
+
 @pytest.mark.parametrize(
     ("cause", "text", "permanent"),
     [
@@ -42,6 +48,8 @@ def certificate_error() -> ssl.SSLCertVerificationError:
         (wrapped(TimeoutError("timed out")), "no answer in time", False),
         (wrapped(certificate_error()), "does not verify: unable to get local issuer certificate", True),
         (wrapped(ssl.SSLError(1, "wrong version number")), "TLS failed", False),
+        (wrapped(alert("SSLV3_ALERT_HANDSHAKE_FAILURE")), "TLS failed", False),
+        (wrapped(alert("TLSV1_ALERT_UNKNOWN_CA")), "refused the client certificate (cert_file): an alert", False),
         (wrapped(ssl.SSLEOFError(8, "EOF occurred")), "TLS failed", False),
         (pika_errors.AuthenticationError("EXTERNAL"), "does not offer SASL mechanism EXTERNAL", True),
         (pika_errors.ProbableAuthenticationError("StreamLostError"), "ProbableAuthenticationError", False),
