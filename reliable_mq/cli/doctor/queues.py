@@ -297,7 +297,7 @@ def _durability(queue: QueueView) -> Iterator[Finding]:
             yield _warning(queue, kind, text, "Use a durable queue for messages that must be kept.")
     elif not queue.raw.get("durable", True):
         text = "not durable: a restart of the broker deletes the queue with all its messages, including persistent ones"
-        fix = "Declare a quorum or durable classic queue, and move the messages. RabbitMQ 4.3 refuses such queues."
+        fix = "Declare a quorum or durable classic queue, and move the messages."
         yield _problem(queue, "durable", text, fix)
     expires = queue.argument("expires")
     if expires is not None:
