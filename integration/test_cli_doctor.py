@@ -149,6 +149,23 @@ def test_a_queue_that_a_restart_deletes_is_a_problem(any_vhost: VirtualHost) -> 
     assert not_well(doctor(any_vhost)[1]) == [("problem", "queue 'orders'", "durable")]
 
 
+def test_of_messages_that_return_only_rejected_ones_are_kept(any_vhost: VirtualHost) -> None:
+    """A queue that dead-letters to itself loses what expires or exceeds its limit."""
+    routes = {"dead_letter_exchange": "", "dead_letter_routing_key": "orders", "delivery_limit": -1}
+    declare(any_vhost, "orders", queue_type="quorum", max_length=2, message_ttl=60_000, **routes)
+    run_cli("publish", any_vhost.url, "--queue", "orders", stdin=b"1\n2\n3\n4\n5\n")
+    any_vhost.wait_for_messages("orders", 2)
+    _, findings = doctor(any_vhost, "--queue", "orders")
+    assert {"length limit", "message TTL"} <= {check for _, _, check in not_well(findings)}
+    assert about(findings, "length limit")["status"] == "problem"
+    with any_vhost.connect() as connection:
+        channel = connection.channel()
+        for _ in range(4):
+            method, _, _ = channel.basic_get("orders")
+            channel.basic_reject(method.delivery_tag, requeue=False)
+            any_vhost.wait_for_messages("orders", 2)
+
+
 def test_consumers_and_dead_letters_are_looked_at(vhost: VirtualHost) -> None:
     with Publisher(vhost.url, topology=[Queue("orders")]) as publisher:
         publisher.connect()

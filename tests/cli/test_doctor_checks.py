@@ -315,6 +315,18 @@ def test_with_a_dlq_ttl_is_fine_and_overflow_only_a_warning() -> None:
     assert summary(examine(queue(kind="classic", max_length=10, **route), dead())) == [(WARNING, "length limit")]
 
 
+def test_a_queue_that_dead_letters_to_itself_keeps_rejected() -> None:
+    """RabbitMQ drops what would return to its queue without being rejected."""
+    loop = {"dead_letter_exchange": "", "dead_letter_routing_key": "q"}
+    returns = (WARNING, "dead letters")
+    classic = queue(kind="classic", message_ttl=1000, max_length=10, **loop)
+    assert summary(examine(classic)) == [returns, (PROBLEM, "length limit"), (WARNING, "message TTL")]
+    assert "the oldest messages are dropped" in examine(classic)[1].text
+    limited, *_ = examine(queue(delivery_limit=5, **loop))
+    assert (limited.status, limited.check) == (PROBLEM, "delivery limit")
+    assert limited.text.startswith("delivery limit 5 and no dead-letter queue except itself: a message is dropped")
+
+
 def test_unlimited_prefetch_and_automatic_acks_are_warned_of() -> None:
     consumers = [
         {"queue": {"name": "q"}, "prefetch_count": 0, "ack_required": True},

@@ -305,13 +305,25 @@ def _durability(queue: QueueView) -> Iterator[Finding]:
         yield _warning(queue, "expires", text, "Use x-expires only for queues whose messages may be lost.")
 
 
+def _moves_unrejected(queue: QueueView, route: Route | None) -> bool:
+    """Return whether messages that expire or exceed a limit are dead-lettered.
+
+    RabbitMQ drops a message that would return to its queue, unless it was rejected.
+    """
+    return route is not None and route.targets != {queue.name}
+
+
+def _without(route: Route | None) -> str:
+    return "no dead-letter exchange" if route is None else "no dead-letter queue except itself"
+
+
 def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, ...]) -> Iterator[Finding]:
     limit = queue.delivery_limit(version)
-    if queue.type == "quorum" and limit is not None and route is None:
+    if queue.type == "quorum" and limit is not None and not _moves_unrejected(queue, route):
         own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
         text = (
-            f"delivery limit {limit}{own} and no dead-letter exchange: a message is dropped after {limit + 1} "
-            "deliveries, including those that a lost connection ended"
+            f"delivery limit {limit}{own} and {_without(route)}: a message is dropped after {limit + 1} deliveries, "
+            "including those that a lost connection ended"
         )
         fix = "Set a dead-letter exchange (a policy can), or x-delivery-limit=-1, and consume with a retry policy."
         yield _problem(queue, "delivery limit", text, fix)
@@ -355,21 +367,21 @@ def _length(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     overflow = queue.argument("overflow") or ARGUMENTS["x-overflow"].default
     if not limits or overflow != "drop-head":
         return
-    dropped = "dropped" if route is None else "dead-lettered"
+    moved = _moves_unrejected(queue, route)
     text = (
         f"{limits[0]} {queue.argument(limits[0])} with overflow drop-head: when the queue is full, the oldest "
-        f"messages are {dropped}, including confirmed ones"
+        f"messages are {'dead-lettered' if moved else 'dropped'}, including confirmed ones"
     )
     fix = "Set x-overflow=reject-publish, so that a full queue nacks and the publisher knows."
     if queue.is_overridden("overflow"):
         fix = _of_policy("overflow")
-    yield (_problem if route is None else _warning)(queue, "length limit", text, fix)
+    yield (_warning if moved else _problem)(queue, "length limit", text, fix)
 
 
 def _expiry(queue: QueueView, route: Route | None) -> Iterator[Finding]:
     ttl = queue.argument("message-ttl")
-    if ttl is not None and route is None:
-        text = f"message TTL of {int(ttl) / 1000:g} s and no dead-letter exchange: expired messages are dropped"
+    if ttl is not None and not _moves_unrejected(queue, route):
+        text = f"message TTL of {int(ttl) / 1000:g} s and {_without(route)}: expired messages are dropped"
         fix = "Set a dead-letter exchange, unless this is intended."
         yield _warning(queue, "message TTL", text, fix)
 
