@@ -261,7 +261,8 @@ class ConsumerStatus:
 
 _ATTEMPTS = "Attempts to publish a row, by outcome."
 _FAILURES = (
-    "Messages that could not be stored; pauses of the relay, because the broker or the outbox could not be reached."
+    "Messages that could not be stored; pauses of the relay, because the outbox failed, or the broker refused its "
+    "first connection."
 )
 
 

@@ -296,8 +296,8 @@ PUBLISHERS: Final = Dashboard(
             ),
             lines(
                 "Failures per second",
-                "Messages that could not be stored; pauses of the relay, because it could not reach the broker or "
-                "the outbox.",
+                "Messages that could not be stored; pauses of the relay, because the outbox failed, or the broker "
+                "refused its first connection.",
                 rates("publisher, what", outbox_failures=""),
             ),
         ),
