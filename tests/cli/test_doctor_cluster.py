@@ -128,6 +128,12 @@ def test_members_that_are_offline_are_named(members: int, online: int, status: S
     assert names[-1] in found.text
 
 
+def test_a_member_on_a_node_that_is_down_is_offline() -> None:
+    """RabbitMQ reports later that a member of a stream is offline."""
+    down = nodes(*THREE, down=THREE[1:])
+    assert copies(queue(kind="stream"), down) == [(PROBLEM, "members")]
+
+
 def test_a_classic_queue_of_a_cluster_has_one_copy() -> None:
     assert copies(queue(kind="classic")) == [(WARNING, "copies")]
 

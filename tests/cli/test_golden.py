@@ -202,7 +202,7 @@ def test_the_doctors_report_of_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
     views = [queue(*each) for each in (*kinds, ("stands", "quorum", 3, 1))]
     views.append(QueueView({"name": "old", "type": "classic", "durable": True, "node": names[0]}))
     found = []
-    for states in ((True, True, True), (True, True, False), (True, False, False)):
+    for states in ((True, False, False), (True, True, False), (True, True, True)):
         nodes = (
             {"name": name, "running": up, "being_drained": up and name == names[1]}
             for name, up in zip(names, states, strict=True)

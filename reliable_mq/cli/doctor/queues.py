@@ -102,7 +102,8 @@ def examine_copies(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
         text = f"{len(members)} of {nodes} nodes {'has' if len(members) == 1 else 'have'} a copy of it: {means}"
         program = "rabbitmq-queues add_member" if queue.type == "quorum" else "rabbitmq-streams add_replica"
         yield _warning(queue, "copies", text, f"Run {program} QUEUE NODE for each node to add.")
-    away = sorted(members - online)
+    running = {node["name"] for node in snapshot.nodes or () if node.get("running")}
+    away = sorted(members - (online & running))  # the API still counts a stream's members on nodes that have died
     if away:
         left = len(members) - len(away)
         report, consequence = _warning, "the queue works, with less redundancy"
