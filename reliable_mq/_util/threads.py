@@ -513,6 +513,9 @@ class Condition(threading.Condition):
 
         with changed.lock:
             changed.wait()
+
+    On Python 3.12 and 3.13, an exception at the condition of a loop or comprehension skips the end of the block around
+    it, in the same function. So a block that holds a lock loops with ``while True``, or calls a function that loops.
     """
 
     @property

@@ -58,7 +58,7 @@ class BaseChannel(Generic[P]):
     def take_failures(self) -> PublishError | None:
         """Return one error for all failures that no user has seen, None without one."""
         with self._guard:
-            unseen = [failed for failed in self._failures if not failed.result_observed]
+            unseen = list(filter(lambda failed: not failed.result_observed, self._failures))  # see `Condition`
             count, self._unobserved = self._unobserved, 0
             self._failures.clear()
             self._failures_bytes = 0

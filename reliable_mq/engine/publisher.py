@@ -364,7 +364,8 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
     def _not_reported(self, confirmations: Iterable[ConfirmationT]) -> None:
         """Note that no caller receives the outcomes. The messages may still be published."""
         if self._channel is not None and self._outbox is None:
-            self._channel.not_reported(confirmations)
+            for confirmation in confirmations:
+                self._channel.not_reported(confirmation)
 
     # Opening
 

@@ -37,7 +37,7 @@ from reliable_mq.engine.health import LoopWatch
 from reliable_mq.errors import BrokerUnavailable, PublishBlocked, PublishDisconnected, PublishUnconfirmed, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from contextlib import AbstractContextManager
 
     from reliable_mq.core.channel_setup import ServerInfo, SetupGenerator
@@ -184,7 +184,7 @@ class BasePublisherChannel(BaseChannel[P], ConnectionListener):
             enough = self._attempts_failed + len(settings.endpoints)
             limit = waited = min(settings.first_attempts_timeout, timeout)
             over = False
-            while True:  # Python 3.12 releases no lock after an interruption at the condition of a loop
+            while True:  # without a condition: see `Condition`
                 if over or limit <= 0:
                     break
                 over = yield self._wait_until(
@@ -200,14 +200,13 @@ class BasePublisherChannel(BaseChannel[P], ConnectionListener):
         with self._guard:
             return (yield from self._wait_settled_before(time.monotonic(), timeout))
 
-    def not_reported(self, confirmations: Iterable[P]) -> None:
-        """Count failures of these confirmations as unseen, as no report will be made."""
+    def not_reported(self, confirmation: P) -> None:
+        """Count a failure of this confirmation as unseen, as no report will be made."""
         with self._guard:
-            for confirmation in confirmations:
-                if confirmation.result_observed:
-                    confirmation.result_observed = False
-                    if confirmation.callbacks is CALLED and confirmation.outcome is not Outcome.CONFIRMED:
-                        self._keep_failure(confirmation)
+            if confirmation.result_observed:
+                confirmation.result_observed = False
+                if confirmation.callbacks is CALLED and confirmation.outcome is not Outcome.CONFIRMED:
+                    self._keep_failure(confirmation)
 
     def observe(self, confirmation: P, trace: SendTrace) -> None:
         """Attach a trace to a publish that is not accepted yet."""

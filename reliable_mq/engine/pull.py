@@ -212,7 +212,7 @@ class BasePullSubscription(BaseSubscription):
         with self._guard:
             try:
                 self._begin_round(most)
-                while True:  # Python 3.12 releases no lock after an interruption at the condition of a loop
+                while True:  # without a condition: see `Condition`
                     wait = self._take_arrived(taken, deadline)
                     if wait is None:
                         break

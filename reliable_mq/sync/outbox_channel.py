@@ -122,7 +122,9 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
             opening = self._opening
             opening.waiting += 1
             try:
-                while not opening.over:
+                while True:  # without a condition: see `Condition`
+                    if opening.over:
+                        break
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
                         raise not_open(self.outbox, timeout)
@@ -252,12 +254,13 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
 
         self._writer.call(answer)
         with self.lock:
-            while not answered.is_set():
+            while True:  # without a condition: see `Condition`
+                if answered.is_set():
+                    return True
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or self._writer.ended:
                     return self._writer.ended
                 self._changed.wait(min(remaining, _CHECK_EVERY))
-        return True
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)

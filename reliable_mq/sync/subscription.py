@@ -115,7 +115,9 @@ class PullSubscription(Subscription, BasePullSubscription):
         lock = self._changed.lock
         try:
             with lock:
-                while self._taker is not None:
+                while True:  # without a condition: see `Condition`
+                    if self._taker is None:
+                        break
                     remaining = until - time.monotonic()
                     if remaining <= 0:
                         return

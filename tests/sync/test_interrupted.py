@@ -30,7 +30,7 @@ from reliable_mq.testing.waiting import wait_until
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 # If the creation of a socket is interrupted, its garbage collection closes it with a warning.
@@ -281,8 +281,8 @@ def test_a_failure_as_its_publish_is_interrupted_counts_once(monkeypatch: pytest
             assert noted.wait(20)
         settle(channel)
 
-    def note(channel: BasePublisherChannel[Any], confirmations: Iterable[Any]) -> None:
-        not_reported(channel, confirmations)
+    def note(channel: BasePublisherChannel[Any], confirmation: Any) -> None:
+        not_reported(channel, confirmation)
         noted.set()
 
     monkeypatch.setattr(BasePublisherChannel, "_settle", interrupt_and_settle)

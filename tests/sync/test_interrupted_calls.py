@@ -20,20 +20,32 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import pytest
 
-from reliable_mq import Consumer, Message, Publisher, Queue
+from reliable_mq import Consumer, Message, OutboxError, Publisher, Queue
 from reliable_mq._util.threads import CallbackThread, DaemonExecutor, InterruptibleEvent
+from reliable_mq.engine.consumer_options import ConsumerOptions
+from reliable_mq.engine.publisher_options import PublisherOptions
+from reliable_mq.engine.pull import ANSWER
 from reliable_mq.engine.workers import _WaitingWork
+from reliable_mq.outbox import SQLiteOutbox
 from reliable_mq.sync import consumer as consumer_module
+from reliable_mq.sync import outbox_channel
+from reliable_mq.sync import subscription as subscription_module
+from reliable_mq.sync.confirmation import Confirmation
+from reliable_mq.sync.outbox_channel import OutboxChannel
+from reliable_mq.sync.publisher_channel import PublisherChannel
+from reliable_mq.sync.subscription import PullSubscription
 from reliable_mq.testing.waiting import wait_until
 from tests.contract.scripted_broker import ScriptedBroker
 
 if TYPE_CHECKING:
+    from pathlib import Path
     from types import CodeType, FrameType
 
     from tests.contract.scripted_broker import Published
 
 INSIDE = ("/reliable_mq/", "/threading.py", "/contextlib.py")
 PATIENCE = 10.0  # seconds for another thread, which nothing should delay
+SOON = 0.001  # seconds
 
 
 class Interrupted(Exception):
@@ -202,6 +214,52 @@ def test_an_interrupted_get_takes_nothing_and_blocks_nobody() -> None:
         get()
         for call in (get, one_settles):
             interrupt_everywhere(call, lambda: (broker.ready.extend([b""] * 3), check()), least=100)
+
+
+def calls_of_channels(path: Path) -> dict[str, tuple[threading.RLock, Callable[[], object]]]:
+    """Return calls that loop under a lock, each with the lock."""
+    url = "amqp://guest:guest@127.0.0.1:1/"
+    channel = PublisherChannel(PublisherOptions(url))
+    failed = [Confirmation(Message(b""), "", "q", True, 0, 0.0, None, channel) for _ in range(2)]
+    outbox = SQLiteOutbox(path / "outbox")
+    relayed: Any = None
+    stores = OutboxChannel(outbox, relayed, PublisherOptions(url, outbox=outbox), measured=False)
+    stores._opening = opening = outbox_channel._Opening()
+    pulls = PullSubscription(ConsumerOptions(url, Queue("orders")))
+    pulls._taker = object()
+
+    def take_failures() -> None:
+        for one in failed:
+            channel._keep_failure(one)
+            one.result_observed = True
+        channel.take_failures()
+
+    def start() -> None:
+        with suppress(OutboxError):
+            stores.start(3 * SOON)
+        assert opening.waiting == 0
+
+    return {
+        "take_failures": (channel.lock, take_failures),
+        "start": (stores.lock, start),
+        "wait_stored": (stores.lock, lambda: stores._wait_stored(3 * SOON)),
+        "take": (pulls._changed.lock, lambda: pulls.take(1, 3 * SOON - ANSWER, [])),
+    }
+
+
+@pytest.mark.parametrize("name", ["take_failures", "start", "wait_stored", "take"])
+def test_an_interrupted_loop_under_a_lock_frees_the_lock(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (outbox_channel, subscription_module):
+        monkeypatch.setattr(module, "_CHECK_EVERY", SOON)
+    lock, call = calls_of_channels(tmp_path)[name]
+
+    def check() -> None:
+        with lock:
+            pass
+
+    interrupt_everywhere(call, check, least=3)
 
 
 def test_an_event_is_usable_after_an_interrupted_wait_or_set() -> None:
