@@ -49,7 +49,7 @@ class Broker:
 
     def __init__(self) -> None:
         self.queue: deque[tuple[str, bool]] = deque()  # message id, redelivered
-        self.waiting: list[RepublishRequest] = []  # in delay queues
+        self.waiting: dict[RepublishRequest, float] = {}  # in delay queues, with the time when they expire
         self.waited: dict[str, RepublishRequest] = {}  # retries in the queue or unacked, by the id they have there
         self.unacked: dict[int, str] = {}
         self.acked: list[str] = []
@@ -73,7 +73,7 @@ class Broker:
 
     def expire(self, retry: RepublishRequest) -> None:
         """Return an expired retry to its queue, as a new message for the same original."""
-        self.waiting.remove(retry)
+        del self.waiting[retry]
         key = f"{identity(retry)}+{len(self.waited)}"
         self.waited[key] = retry
         self.queue.append((key, False))
@@ -341,17 +341,22 @@ class Consuming(RuleBasedStateMachine):
         if republish.purpose is RepublishReason.DEAD_LETTER:
             self.settled_well(republish.delivery, self.dead)
             return
-        self.broker.waiting.append(republish)
+        assert republish.queue is not None
+        assert isinstance(republish.queue.message_ttl, float)
+        self.broker.waiting[republish] = self.now + republish.queue.message_ttl
         self.replaced.add(identity(republish))
         if self.current(republish.delivery):
             self.may_ack[self.generation, republish.delivery.delivery_tag] = self.now
         else:
             self.outlived.add(identity(republish))  # the message is now in two places, and its attempts may be too
 
-    @precondition(lambda self: self.broker.waiting)
+    @precondition(lambda self: self.expired())
     @rule(data=st.data())
     def expire(self, data: st.DataObject) -> None:
-        self.broker.expire(data.draw(st.sampled_from(self.broker.waiting)))
+        self.broker.expire(data.draw(st.sampled_from(self.expired())))
+
+    def expired(self) -> list[RepublishRequest]:
+        return [retry for retry, at in self.broker.waiting.items() if at <= self.now]
 
     # Time, and the end of the run
 
