@@ -246,8 +246,9 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         with self.lock:
             self._take_no_more()
             settled = blocking(self._wait_settled_before(float("inf"), timeout))
-        if not settled:
-            self._give_up(max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE)
+            if not settled:
+                self._io.call_soon(self._end)
+                blocking(self._wait_settled_before(float("inf"), max(deadline - time.monotonic(), 0.0) + CLOSE_GRACE))
         self._io.stop(CLOSE_GRACE)
         self._callbacks.stop()
         self._wait_ended(self._io.join, CLOSE_GRACE + _ABORT_GRACE)
@@ -314,22 +315,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         if not self._takes_no_more and self._waiters.admit(crowded=self._crowded) and not self._woken:
             self._woken = True
             self._io.call_soon(self._advance)
-
-    # For closing
-
-    def _give_up(self, timeout: float) -> None:
-        """Settle all publishes as given up, from another thread."""
-        done = threading.Event()
-
-        def give_up() -> None:
-            self._end()
-            with self.lock:
-                done.set()
-                self._changed.notify_all()
-
-        self._io.call_soon(give_up)
-        with self.lock:
-            self._wait_until(done.is_set, timeout)
 
     # Under the lock
 
