@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["IS_BLOCKED", "LATE", "PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
+__all__ = ["CHECK_EVERY", "IS_BLOCKED", "LATE", "PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
+
+CHECK_EVERY = 0.1
+"""Seconds after which a waiting caller checks its condition itself."""
 
 PATIENCE = 0.2
 """Seconds after which a caller that waits has the I/O thread look for publishes that it was not told of."""
@@ -58,7 +61,7 @@ def time_to_wait(timeout: Duration | None) -> float | None:
 
 
 class CallbackOwner(BaseChannel[P]):
-    """The part of a publisher's channel that runs callbacks on a separate thread.
+    """The part of a publisher's channel for callers and callbacks on other threads.
 
     Attributes:
         lock: The lock that guards the state that callers read, and the callbacks of all confirmations.
@@ -68,6 +71,7 @@ class CallbackOwner(BaseChannel[P]):
     lock: threading.RLock
     stalled = False
     _callbacks: CallbackThread
+    _changed: Condition  # of the lock; notified of each change that `_wait_until` waits for
 
     def submit(self, confirmation: P) -> None:
         """Accept the message. Wait for the window up to the message's deadline."""
@@ -102,6 +106,21 @@ class CallbackOwner(BaseChannel[P]):
 
     def _call_outside(self, call: Callable[[], object]) -> None:
         self._callbacks.put_later(call)
+
+    def _wait_until(self, condition: Callable[[], bool], timeout: float) -> bool:
+        """Wait for a condition; return whether it is met. The lock is held."""
+        began = time.monotonic()
+        nudged = False
+        while not condition():
+            waited = time.monotonic() - began
+            if waited >= timeout or self.forked:
+                return False
+            self.check_may_wait()
+            if waited >= PATIENCE and not nudged:
+                nudged = True
+                self.nudge()
+            self._changed.wait(min(timeout - waited, CHECK_EVERY))
+        return True
 
 
 class Confirmation(BaseConfirmation):

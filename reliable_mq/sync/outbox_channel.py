@@ -45,8 +45,6 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-_CHECK_EVERY: Final = 0.1  # seconds after which a waiting caller checks itself
-
 
 class StoredConfirmation(StoredPublication, Confirmation):
     """The outcome of storing a message. ``submit`` returns it with an outbox."""
@@ -106,7 +104,6 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
 
     def start(self, timeout: float) -> None:
         """Wait for the opening. Several threads may wait."""
-        deadline = time.monotonic() + timeout
         with self.lock:
             self.check_usable()
             self._check_open()
@@ -122,17 +119,13 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
             opening = self._opening
             opening.waiting += 1
             try:
-                while True:  # without a condition: see `Condition`
-                    if opening.over:
-                        break
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise not_open(self.outbox, timeout)
-                    self._changed.wait(min(remaining, _CHECK_EVERY))
-                    self.check_usable()
-                    self._check_open()
+                self._wait_until(lambda: opening.over or self._closed, timeout)
             finally:
                 opening.waiting -= 1
+            if not opening.over:
+                self.check_usable()
+                self._check_open()
+                raise not_open(self.outbox, timeout)
         if opening.error is not None:
             raise opening.error
 
@@ -244,7 +237,6 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
 
     def _wait_stored(self, timeout: float) -> bool:
         self.check_usable()
-        deadline = time.monotonic() + timeout
         answered = threading.Event()
 
         def answer() -> None:
@@ -254,13 +246,7 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
 
         self._writer.call(answer)
         with self.lock:
-            while True:  # without a condition: see `Condition`
-                if answered.is_set():
-                    return True
-                remaining = deadline - time.monotonic()
-                if remaining <= 0 or self._writer.ended:
-                    return self._writer.ended
-                self._changed.wait(min(remaining, _CHECK_EVERY))
+            return self._wait_until(lambda: answered.is_set() or self._writer.ended, timeout)
 
     def _sleep(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -39,7 +39,7 @@ from reliable_mq.core.publisher.trace import PublicationEvent, record
 from reliable_mq.engine.publisher_channel import CLOSE_GRACE, BasePublisherChannel
 from reliable_mq.engine.steps import blocking
 from reliable_mq.errors import PublishUnconfirmed, UsageError
-from reliable_mq.sync.confirmation import IS_BLOCKED, LATE, PATIENCE, CallbackOwner, Confirmation
+from reliable_mq.sync.confirmation import CHECK_EVERY, IS_BLOCKED, LATE, PATIENCE, CallbackOwner, Confirmation
 from reliable_mq.sync.io_thread import IOThread
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
 
 __all__ = ["PublisherChannel", "WindowWaiters"]
-
-_CHECK_EVERY = 0.1  # seconds after which a waiting caller checks itself, as a few free places wake no caller
 
 
 class WindowWaiters:
@@ -98,7 +96,7 @@ class WindowWaiters:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     break
-                waiter.changed.wait(min(remaining, _CHECK_EVERY))
+                waiter.changed.wait(min(remaining, CHECK_EVERY))  # a few free places wake no caller
                 if not waiter.admitted:
                     self._ask()
         finally:
@@ -354,20 +352,6 @@ class PublisherChannel(CallbackOwner[Confirmation], BasePublisherChannel[Confirm
         raise PublishUnconfirmed(
             f"{confirmation} was never sent: {why} for {timeout} s", message_id=confirmation.message_id, sent=False
         )
-
-    def _wait_until(self, condition: Callable[[], bool], timeout: float) -> bool:
-        began = time.monotonic()
-        nudged = False
-        while not condition():
-            waited = time.monotonic() - began
-            if waited >= timeout or self.forked:
-                return False
-            self.check_may_wait()
-            if waited >= PATIENCE and not nudged:
-                nudged = True
-                self.nudge()
-            self._changed.wait(min(timeout - waited, _CHECK_EVERY))
-        return True
 
     def _wait_ended(self, join: Callable[[float], bool], timeout: float) -> None:
         """Wait for a thread that may need the lock.

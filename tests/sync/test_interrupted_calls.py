@@ -27,6 +27,7 @@ from reliable_mq.engine.publisher_options import PublisherOptions
 from reliable_mq.engine.pull import ANSWER
 from reliable_mq.engine.workers import _WaitingWork
 from reliable_mq.outbox import SQLiteOutbox
+from reliable_mq.sync import confirmation as confirmation_module
 from reliable_mq.sync import consumer as consumer_module
 from reliable_mq.sync import outbox_channel
 from reliable_mq.sync import subscription as subscription_module
@@ -251,8 +252,8 @@ def calls_of_channels(path: Path) -> dict[str, tuple[threading.RLock, Callable[[
 def test_an_interrupted_loop_under_a_lock_frees_the_lock(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (outbox_channel, subscription_module):
-        monkeypatch.setattr(module, "_CHECK_EVERY", SOON)
+    monkeypatch.setattr(confirmation_module, "CHECK_EVERY", SOON)
+    monkeypatch.setattr(subscription_module, "_CHECK_EVERY", SOON)
     lock, call = calls_of_channels(tmp_path)[name]
 
     def check() -> None:
