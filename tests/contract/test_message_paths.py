@@ -81,7 +81,7 @@ class Profile:
     def _called(self, frame: FrameType, event: str, _: object) -> None:
         way = self._way
         if event == "call" and way is not None and threading.get_ident() not in self._unseen:
-            path = Path(frame.f_code.co_filename)
+            path = Path(frame.f_globals.get("__file__", ""))  # also of generated code, which has no file
             if path.is_relative_to(PACKAGE):
                 way.add(str(path.relative_to(PACKAGE)))
 

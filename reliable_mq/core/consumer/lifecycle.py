@@ -307,7 +307,7 @@ class ConsumerLifecycle:
 
     @property
     def _waits_until(self) -> float:
-        """The time when it no longer waits for handlers or for cancel-ok, infinity for never."""
+        """The time when it gives up on handlers or cancel-ok, infinity for never."""
         return max(self._patience, self._cancel_by) if self.state is ConsumerState.CANCELLING else self._patience
 
     def _renew_when_idle(self, now: float, *, unacked: bool) -> None:
