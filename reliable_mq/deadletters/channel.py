@@ -27,6 +27,7 @@ from functools import partial
 from itertools import count, groupby
 from operator import attrgetter
 
+from reliable_mq._util.generators import drive
 from reliable_mq.codec import RawDelivery, encode_ack, encode_get, encode_nack
 from reliable_mq.codec.methods import (
     Cancel,
@@ -38,13 +39,14 @@ from reliable_mq.codec.methods import (
     SetPrefetch,
     Step,
 )
-from reliable_mq.core.channel_setup import ServerInfo, StepRefused, refusal
+from reliable_mq.core.channel_setup import ServerInfo, StepRefused, compare, refusal
 from reliable_mq.core.consumer.delivery import ChannelGeneration, Delivery
 from reliable_mq.core.idempotency import namespace_of
 from reliable_mq.core.reconnect import ConnectionLoss
 from reliable_mq.errors import BrokerUnavailable, ConsumeError, StaleDelivery, UsageError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
+from reliable_mq.topology import Queue
 
 __all__ = ["GetChannel"]
 
@@ -65,21 +67,17 @@ _REPORTED = 1.0  # seconds within which the I/O thread reports a loss that ended
 _REFUSALS = frozenset(
     {ReplyCode.ACCESS_REFUSED, ReplyCode.NOT_FOUND, ReplyCode.RESOURCE_LOCKED, ReplyCode.NOT_IMPLEMENTED}
 )
-# RabbitMQ refuses a declaration that contradicts the queue, and names the first contradiction: durable, then
-# auto_delete, then arguments. No queue has this argument by chance, so nothing is ever declared. If the queue has just
-# been deleted, the queue that is made in its place expires at once.
-_CONTRADICTION = {"x-expires": 1000}
-# Only classic queues compare this argument. No queue has this value, which RabbitMQ also refuses for a new queue. For
-# each nack, a classic queue traverses all messages that were requeued before, so n nacks cost n². But it requeues all
-# messages of a closed channel in one pass, in order. (A quorum queue may count that as failed deliveries.)
-_ONLY_CLASSIC = {"x-max-priority": -1}
-_CONTRADICTS = "PRECONDITION_FAILED - inequivalent arg {!r} for queue "
+# No queue has this value, which RabbitMQ also refuses for a new queue, so nothing is ever declared. For each nack, a
+# classic queue traverses all messages that were requeued before, so n nacks cost n². But it requeues all messages of a
+# closed channel in one pass, in order. (A quorum queue may count that as failed deliveries.)
+_REFUSED = {"x-max-priority": -1}
 
 
 class GetChannel(AdminChannel):
     """A channel for a queue of dead letters. Only one thread at a time may use it.
 
     Attributes:
+        by_consumers: Whether messages are taken by consumers, which is faster than ``basic.get``.
         left: The number of messages in the queue when the first message of the latest batch was taken, including it.
         doubtful: The number of acks that were sent on lost channels, of which RabbitMQ may have seen any or none.
     """
@@ -89,7 +87,7 @@ class GetChannel(AdminChannel):
         self._queue = queue
         self._virtual_host = settings.virtual_host
         self._source = ChannelGeneration(0, 0, queue)
-        self._by_consumers = False
+        self.by_consumers = False
         self._closing: Step | None = None  # a step whose refusal closes the channel; None unless the queue is classic
         self._consumers = count(1)
         self._prefetch = 0  # the prefetch of the next consumer on this channel
@@ -121,38 +119,28 @@ class GetChannel(AdminChannel):
             raise refusal(CheckQueue(self._queue), count) from count
         return count
 
-    def use_consumers(self) -> bool:
-        """Take messages by consumers from now on, if harmless; return whether it is.
+    def find_declaration(self) -> DeclareQueue | None:
+        """Return how the queue was declared, or None if unknown. Changes nothing.
 
-        It is harmless if the queue is certainly not auto-delete. A client detects this by a declaration that RabbitMQ
-        refuses, which requires the permission to configure the queue.
+        From now on, messages are taken by consumers if that is harmless: if the queue is certainly not auto-delete. A
+        client detects this by declarations that RabbitMQ refuses, which require the permission to configure the queue.
 
         Raises:
             BrokerUnavailable: If the connection is lost.
         """
-        for durable in (True, False):
-            step = DeclareQueue(self._queue, durable=durable, auto_delete=True, arguments=_CONTRADICTION)
-            try:
-                self.perform(step)
-            except StepRefused as refused:
-                answer = refused.text if refused.code == ReplyCode.PRECONDITION_FAILED else ""
-                if answer.startswith(_CONTRADICTS.format("auto_delete")):
-                    self._by_consumers = True
-                    self._detect_classic(durable=durable)
-                if not answer.startswith(_CONTRADICTS.format("durable")):
-                    break
-            else:
-                break
-        return self._by_consumers
-
-    def _detect_classic(self, *, durable: bool) -> None:
-        """Detect whether the queue is certainly a classic queue."""
-        step = DeclareQueue(self._queue, durable=durable, arguments=_ONLY_CLASSIC)
-        try:
-            self.perform(step)
-        except StepRefused as refused:
-            if refused.text.startswith(_CONTRADICTS.format("x-max-priority")):
-                self._closing = step
+        if self._queue.startswith("amq."):  # a client may not declare such a queue
+            return None
+        arguments = Queue(self._queue, dead_letter=None).arguments_for(self.server.version_tuple)
+        found = drive(compare(DeclareQueue(self._queue, arguments=arguments)), self.perform)
+        existing = found.existing if isinstance(found.existing, DeclareQueue) else None
+        different = {difference.argument for difference in found.differences}
+        # RabbitMQ compares durable first, then auto_delete, then arguments.
+        compared = existing is not None or bool(different - {"durable"})
+        self.by_consumers = compared and "auto_delete" not in different
+        is_classic = existing is not None and existing.arguments.get("x-queue-type", "classic") == "classic"
+        if is_classic and self.by_consumers:
+            self._closing = DeclareQueue(self._queue, arguments=_REFUSED)
+        return existing
 
     def take(self, most: int) -> list[Delivery]:
         """Take up to ``most`` messages, or fewer if they are large, and set `left`.
@@ -177,7 +165,7 @@ class GetChannel(AdminChannel):
         if self._outstanding or not self._arrived:  # an interrupted batch may still get replies
             self._get(source, 1)
         if (wanted := min(most, self.left, self._fitting()) - len(self._arrived)) > 0:
-            take_others = self._consume if self._by_consumers else self._get
+            take_others = self._consume if self.by_consumers else self._get
             take_others(source, wanted)
         with self._lock:
             self._check(source)
@@ -226,7 +214,7 @@ class GetChannel(AdminChannel):
             if self._closing is not None and len(groups) > 1:  # one nack costs less than a channel
                 self._requeue_by_closing(source, self._closing, ready)
                 return
-            together = _COMMANDS if self._by_consumers else 1
+            together = _COMMANDS if self.by_consumers else 1
             for start in range(0, len(groups), together):
                 some = groups[start : start + together]
                 frames = [encode_nack(source.channel, tags[-1], multiple=True, requeue=True) for tags in some]

@@ -16,13 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from reliable_mq._util.generators import drive
 from reliable_mq.codec.methods import DeclareQueue
-from reliable_mq.core.channel_setup import compare
 from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConsumeError
-from reliable_mq.sync.admin_channel import AdminChannel
-from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import ARGUMENTS
 
 __all__ = ["DeliveryLimit"]
@@ -51,22 +47,13 @@ class DeliveryLimit:
     quorum: bool = False
 
     @classmethod
-    def of(cls, channel: AdminChannel, queue: str) -> DeliveryLimit:
-        """Compare the queue with a declaration of this package, which changes nothing.
-
-        Raises:
-            BrokerUnavailable: If the connection is lost.
-        """
-        version = channel.server.version_tuple
-        existing = None
-        if not queue.startswith("amq."):
-            declared = DeclareQueue(queue, arguments=Queue(queue, dead_letter=None).arguments_for(version))
-            existing = drive(compare(declared), channel.perform).existing
-        if existing is None:
+    def of(cls, queue: str, version: tuple[int, ...], declared: DeclareQueue | None) -> DeliveryLimit:
+        """Return the limit of a queue that was declared so, or in an unknown way."""
+        if declared is None:
             return cls(queue, _ASSUMED, version)
-        if existing.arguments.get("x-queue-type", "classic") != "quorum":
+        if declared.arguments.get("x-queue-type", "classic") != "quorum":
             return cls(queue, None, version)
-        limit = existing.arguments.get(_LIMIT.name, _LIMIT.default_on(version))
+        limit = declared.arguments.get(_LIMIT.name, _LIMIT.default_on(version))
         return cls(queue, limit if isinstance(limit, int) and limit >= 0 else None, version, quorum=True)
 
     @property

@@ -135,8 +135,9 @@ class DeadLetterQueue(OfOneProcess):
         self._channel.__enter__()
         try:
             there = self._channel.check().messages
-            self._limit = DeliveryLimit.of(self._channel, self._name)
-            if not self._channel.use_consumers() and there > _MANY:
+            declared = self._channel.find_declaration()
+            self._limit = DeliveryLimit.of(self._name, self._channel.server.version_tuple, declared)
+            if there > _MANY and not self._channel.by_consumers:
                 logger.warning(
                     "reading the %d messages of queue %r one by one with basic.get, which is slow on a quorum "
                     "queue: this user has no configure permission on the queue, without which a delivery limit "

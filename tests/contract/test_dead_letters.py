@@ -39,7 +39,7 @@ def test_a_consumer_lost_in_a_batch_awaits_no_other_channel(broker: ScriptedBrok
     broker.ready += [b"1", b"never delivered"]
     with GetChannel(parse_url(broker.url), QUEUE, name="test") as channel, ThreadPoolExecutor(1) as pool:
         channel._stop.patience = 5.0
-        channel._by_consumers = True
+        channel.by_consumers = True
         taking = pool.submit(channel.take, 2)
         assert broker.consuming
         broker.stop()

@@ -10,8 +10,10 @@ import pytest
 from reliable_mq.codec.methods import DeclareQueue, MethodReply
 from reliable_mq.core.channel_setup import Pipeline, StepRefused
 from reliable_mq.deadletters import DeadLetterQueue
+from reliable_mq.deadletters.channel import GetChannel
 from reliable_mq.deadletters.delivery_limit import DeliveryLimit
 from reliable_mq.errors import ConsumeError
+from reliable_mq.url import parse_url
 
 V40, V43 = (4, 0, 5), (4, 3, 6)
 
@@ -93,11 +95,12 @@ def test_a_queue_whose_first_return_may_drop_is_not_read() -> None:
 
 
 class Broker:
-    """Has a queue with these arguments, and names the first one in which a declaration differs."""
+    """Has a queue with these properties and arguments, and names the first one in which a declaration differs."""
 
-    def __init__(self, version: tuple[int, ...], existing: dict[str, object] | None) -> None:
+    def __init__(self, version: tuple[int, ...], existing: dict[str, object] | None, *, cut: bool = False) -> None:
         self.server = SimpleNamespace(version_tuple=version)
-        self._existing = existing
+        self._existing = None if existing is None else {"durable": True, "auto_delete": False, **existing}
+        self._cut = cut
 
     def perform(self, step: Pipeline) -> tuple[object, ...]:
         answered: Any = (MethodReply,)
@@ -105,15 +108,27 @@ class Broker:
         assert isinstance(declared, DeclareQueue)
         if self._existing is None:
             raise StepRefused(403, "ACCESS_REFUSED - configure access is refused", answered=answered)
-        for name in sorted({*self._existing, *declared.arguments}):
-            received, current = declared.arguments.get(name), self._existing.get(name)
+        given = {"durable": declared.durable, "auto_delete": declared.auto_delete, **declared.arguments}
+        for name in {**given, **self._existing}:
+            received, current = given.get(name), self._existing.get(name)
             if received != current:
-                raise StepRefused(406, _inequivalent(name, received, current), answered=answered)
+                text = _inequivalent(name, received, current)
+                raise StepRefused(406, text[:80] if self._cut else text, answered=answered)
         return (*answered, MethodReply)
+
+
+def channel_of(broker: Broker | None, queue: str) -> GetChannel:
+    channel: Any = GetChannel(parse_url("amqp://localhost"), queue, name="test")
+    if broker is not None:
+        channel.server, channel.perform = broker.server, broker.perform
+    made: GetChannel = channel
+    return made
 
 
 def _inequivalent(name: str, received: object, current: object) -> str:
     def shown(value: object, other: object) -> str:
+        if isinstance(value, bool):
+            return f"'{str(value).lower()}'"
         if value is None:
             return "none"
         kind = "signedint" if isinstance(value, int) else "longstr"
@@ -147,13 +162,35 @@ QUORUM: dict[str, object] = {"x-queue-type": "quorum"}
 def test_the_limit_is_that_of_the_arguments(
     version: tuple[int, ...], existing: dict[str, object] | None, limit: int | None, counts: tuple[bool, bool]
 ) -> None:
-    """Without permission, RabbitMQ's default is assumed."""
-    broker: Any = Broker(version, existing)
-    found = DeliveryLimit.of(broker, "q")
+    """Without permission, RabbitMQ's default is assumed, and a consumer might do harm."""
+    channel = channel_of(Broker(version, existing), "q")
+    found = DeliveryLimit.of("q", version, channel.find_declaration())
+    assert channel.by_consumers is (existing is not None)
     assert (found.limit, (found.counts_reads, found.counts_lost_connections)) == (limit, counts)
 
 
 def test_a_reserved_name_is_not_declared() -> None:
-    broker: Any = Broker(V40, QUORUM)
-    broker.perform = None
-    assert DeliveryLimit.of(broker, "amq.gen-1").limit == 20
+    channel = channel_of(None, "amq.gen-1")
+    assert DeliveryLimit.of("amq.gen-1", V40, channel.find_declaration()).limit == 20
+    assert not channel.by_consumers
+
+
+@pytest.mark.parametrize(
+    ("existing", "cut", "harmless"),
+    [
+        ({**QUORUM, "auto_delete": True}, False, False),
+        ({"auto_delete": True}, False, False),
+        ({"durable": False}, False, True),
+        ({"durable": False, "auto_delete": True}, False, False),
+        ({"x-max-length": 9}, True, True),
+        ({"auto_delete": True}, True, False),
+        ({"durable": False}, True, False),
+    ],
+)
+def test_a_consumer_takes_messages_only_if_it_deletes_nothing(
+    existing: dict[str, object], cut: bool, harmless: bool
+) -> None:
+    """RabbitMQ cuts texts with long names, and compares arguments only if the rest is equal."""
+    channel = channel_of(Broker(V40, existing, cut=cut), "q")
+    channel.find_declaration()
+    assert channel.by_consumers is harmless
