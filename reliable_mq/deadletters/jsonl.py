@@ -15,7 +15,6 @@ Invariants:
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Mapping
 from datetime import datetime
@@ -169,7 +168,7 @@ def _read_body(line: Mapping[str, object]) -> bytes:
 def _decoded(key: str, value: object) -> bytes:
     try:
         return base64.b64decode(value if isinstance(value, str) else "?", validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise ConfigurationError(f"{key} is not base64: {error}") from error
 
 
