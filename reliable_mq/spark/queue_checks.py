@@ -78,22 +78,19 @@ class QueueProfile:
     single_active_consumer: bool = False
 
 
-def check_queues(options: QueueOptions, claims: QueueClaims | None = None) -> list[QueueProfile]:
-    """Return how to read each queue. Blocks for a connection and some round trips.
+def check_queues(options: QueueOptions, claims: QueueClaims) -> list[QueueProfile]:
+    """Claim the queues, check them, and return how to read each.
 
-    Args:
-        options: The options of the query.
-        claims: The claims to make on the queues before they are checked.
+    Blocks for a connection and some round trips, and while another reader has a claim on one of the queues.
 
     Raises:
-        ConfigurationError: If a queue cannot be read, or drops messages while ``failOnDataLoss`` is on.
+        ConfigurationError: If a queue cannot be read, is read twice, or drops messages while ``failOnDataLoss`` is on.
         TopologyMismatch: If a queue does not exist.
         BrokerUnavailable: If the broker could not be queried.
     """
     profiles = []
     with _quietly(), AdminChannel(options.connection.settings(options.url), name=_NAME) as channel:
-        if claims is not None:
-            claims.claim(options.queues, cluster=channel.server.reported_name)
+        claims.claim(options.queues, cluster=channel.server.reported_name)
         version = channel.server.version_tuple
         for name in options.queues:
             channel.carry_out(CheckQueue(name))
