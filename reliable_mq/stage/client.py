@@ -311,14 +311,6 @@ class RelayClient(ConnectionListener):
                 self._received(deliveries[start:end])
                 start = end
 
-    def oversized(self, delivery: RawDelivery, size: int, message_count: int | None) -> None:
-        """End the relay: a message is too large to be moved."""
-        self._end(
-            ConsumeError(
-                f"a message of queue {self._options.queue!r} has {size} bytes, too many to be moved: take it out"
-            )
-        )
-
     def read_finished(self) -> None:
         """Write the frames that result from one read, and start the next step."""
         self._out.append(self._session.acks(time.monotonic()))
