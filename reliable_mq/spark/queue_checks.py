@@ -221,10 +221,7 @@ class QueueClaims:
     def claim(self, queues: Sequence[str], *, cluster: str = "", patience: float = _PATIENCE) -> None:
         """Claim all queues, once. Blocks while another reader has a claim on one.
 
-        Args:
-            queues: The names of the queues. Queues of the same name on other brokers are different queues.
-            cluster: The cluster name that the broker reports, empty if it reports none.
-            patience: The maximum seconds to wait for another reader to exit.
+        ``cluster`` is the name that the broker reports. Queues of the same name on other brokers are different queues.
         """
         if self._directory is None or self._files:
             return

@@ -285,12 +285,8 @@ _DIGEST_BYTES: Final = 16
 class MessageIds:
     """A generator of the message ids of one partition.
 
-    It stores about 70 bytes for each row until the task has ended.
-
-    Args:
-        prefix: A prefix that is unique for this partition. It consists of the query and the batch, or of the write, and
-            the partition's number.
-        constant: The content that all rows share, e.g. their exchange and routing key.
+    It stores about 70 bytes for each row until the task has ended. The prefix is unique for this partition. The
+    constant is the content that all rows share, such as their exchange and routing key.
     """
 
     __slots__ = ("_base", "_prefix", "_repeated", "_seen")

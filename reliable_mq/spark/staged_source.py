@@ -145,8 +145,7 @@ class StagedSource(StreamSource):
     def _begin(self, position: Mapping[str, int] | None) -> StageRelay | None:
         """Start the relay if necessary and return it; None if there is none.
 
-        Args:
-            position: The position of a query that has read the stage, or None for a new query.
+        The position is that of a query that has read the stage, or None for a new query.
         """
         if self._relay is None and self._relay_options is not None and not self._closed:
             if position is not None:

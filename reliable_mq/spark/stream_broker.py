@@ -154,10 +154,7 @@ class StreamChannel(AdminChannel):
     def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
         """Wait for ``least`` deliveries, for ``timeout`` seconds at most; return them all.
 
-        Args:
-            timeout: Seconds to wait.
-            least: The number of deliveries that ends the wait.
-            of: Consumer tags. The deliveries of other subscriptions are kept for a later call. All, if empty.
+        With the consumer tags ``of``, the deliveries of other subscriptions are kept for a later call.
 
         Raises:
             BrokerUnavailable: If the channel is lost or the stream was deleted, and no delivery is left.

@@ -125,9 +125,8 @@ class StreamPlanner:
     def ends(self, *, sure: bool) -> dict[str, int]:
         """Return the positions after the newest messages of all streams.
 
-        Args:
-            sure: Whether to query now, to wait until a stream without deliveries is certain to be empty, and to look
-                further where the leader of a stream has more than the replica that is read.
+        If ``sure``, query now, wait until a stream without deliveries is certain to be empty, and look further where
+        the leader of a stream has more than the replica that is read.
 
         Raises:
             BrokerUnavailable: If the leader of a stream does not respond, and ``sure``.

@@ -118,26 +118,16 @@ class _ChannelReads(enum.Enum):
 
 
 class RelayClient(ConnectionListener):
-    """A client that connects and moves messages. Callbacks run on the I/O thread.
-
-    Attributes:
-        changed: The condition that guards the attributes below and notifies of their changes.
-        state: The state of the relay.
-        error: The error that ended the relay.
-        last_error: The error of the last failed attempt.
-        declared_at: The time when this channel's set-up declared or found the stage, or None before the first.
-        counts: The counts of the queue.
-        unsettled: The number of entries that another epoch would read, when last determined.
-    """
+    """A client that connects and moves messages. Callbacks run on the I/O thread."""
 
     def __init__(self, options: StageOptions, session: StageSession, settings: ConnectionSettings) -> None:
-        self.changed = threading.Condition()
+        self.changed = threading.Condition()  # guards the public attributes below, and notifies of their changes
         self.state = RelayState.CONNECTING
-        self.error: ReliableMQError | None = None
-        self.last_error: ReliableMQError | None = None
-        self.declared_at: float | None = None
+        self.error: ReliableMQError | None = None  # of the end of the relay
+        self.last_error: ReliableMQError | None = None  # of the last failed attempt
+        self.declared_at: float | None = None  # when the set-up of this channel declared or found the stage
         self.counts = QueueCounts()
-        self.unsettled = 0
+        self.unsettled = 0  # entries that another epoch would read, when last determined
         self._options = options
         self._session = session
         self._out: list[bytes] = []
