@@ -22,6 +22,7 @@ from reliable_mq.core.headers import checked_traceparent
 from reliable_mq.core.stage.envelope import MOST_MESSAGES
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.monitoring.management import ManagementAPI
+from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.connection_options import ConnectionOptions
 from reliable_mq.stage import MissingId, StageOptions
 from reliable_mq.topology import Queue
@@ -63,6 +64,9 @@ class _ReadOptions:
     max_trigger_delay: float = 900.0
     fail_on_data_loss: bool = True
     metrics_directory: str | None = None
+
+    def settings(self) -> ConnectionSettings:
+        return self.connection.settings(self.url)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,8 +426,7 @@ def _stream_options(given: Mapping[str, str], *, streaming: bool) -> StreamOptio
     if options.match_unfiltered and options.stream_filter is None:
         _refuse("streamFilterMatchUnfiltered is given without streamFilter: all messages are read")
     if options.management_url is not None:
-        settings = options.connection.settings(options.url)
-        ManagementAPI.check(options.management_url, settings, option="managementUrl")
+        ManagementAPI.check(options.management_url, options.settings(), option="managementUrl")
     return options
 
 

@@ -89,7 +89,7 @@ def check_queues(options: QueueOptions, claims: QueueClaims) -> list[QueueProfil
         BrokerUnavailable: If the broker could not be queried.
     """
     profiles = []
-    with _quietly(), AdminChannel(options.connection.settings(options.url), name=_NAME) as channel:
+    with _quietly(), AdminChannel(options.settings(), name=_NAME) as channel:
         claims.claim(options.queues, cluster=channel.server.reported_name)
         version = channel.server.version_tuple
         for name in options.queues:

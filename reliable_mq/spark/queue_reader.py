@@ -65,7 +65,7 @@ class QueueReader(ConnectionListener):
         queues = dict.fromkeys(options.queues, 0)
         self.statistics = QueueStatistics(Counter(queues), Counter(queues), Counter(queues))
         self._options = options
-        self._settings = settings = options.connection.settings(options.url)
+        self._settings = settings = options.settings()
         # Shared by both threads, guarded by `_changed`.
         self._changed = threading.Condition()
         self._batches = Batches(session)

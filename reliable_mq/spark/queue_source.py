@@ -197,8 +197,7 @@ class QueueSource(PicklableByName, DataSourceStreamReader, SupportsTriggerAvaila
         """Return the reader. The first call connects it."""
         if self._reader is None:
             if self._claims is None:
-                settings = self._given.connection.settings(self._given.url)
-                self._claims = QueueClaims(application_directory(), settings)
+                self._claims = QueueClaims(application_directory(), self._given.settings())
             queues = check_queues(self._given, self._claims)
             prefetch = choose(self._given.prefetch, queues)
             # Logged as a warning, because Spark does not configure logging in this process, which then shows no lower

@@ -152,8 +152,7 @@ class StagedSource(StreamSource):
                 self._check_stage(position, self._relay_options)
             metrics = exporter(self._options.metrics_directory)
             registry = None if metrics is None else metrics.registry
-            settings = self._options.connection.settings(self._options.url)
-            relay = StageRelay(self._relay_options, registry=registry, settings=settings)
+            relay = StageRelay(self._relay_options, registry=registry, settings=self._options.settings())
             on_termination(self._show_no_more)
             relay.start()
             self._relay = relay

@@ -20,7 +20,6 @@ from typing import Final, TypeVar
 from reliable_mq._util.logs import get_logger
 from reliable_mq.codec.methods import CheckQueue, QueueState
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError, TopologyMismatch
-from reliable_mq.settings import ConnectionSettings
 from reliable_mq.spark.options import StreamOptions
 from reliable_mq.spark.stream_broker import (
     EndWatch,
@@ -73,7 +72,7 @@ class StreamPlanner:
 
     def at_some_host(self, look: Callable[[], _Found]) -> _Found:
         """Return the result of a lookup at the first host at which it does not fail."""
-        for _ in self._settings().endpoints[1:]:
+        for _ in self._options.settings().endpoints[1:]:
             try:
                 return look()
             except BrokerUnavailable as error:
@@ -200,7 +199,7 @@ class StreamPlanner:
         With one host in the URL, nothing is asked, and the answer is not complete.
         """
         found: dict[str, StreamEnd] = {}
-        settings = self._settings()
+        settings = self._options.settings()
         complete = len(settings.endpoints) > 1
         for endpoint in settings.endpoints if complete else ():
             try:
@@ -401,13 +400,15 @@ class StreamPlanner:
     def _names(self) -> list[str]:
         """Return the streams in order. A lookup by names may end the channel."""
         if self._finder is None:
-            self._finder = PartitionFinder(self._settings(), self._options.streams, self._options.management_url)
+            self._finder = PartitionFinder(
+                self._options.settings(), self._options.streams, self._options.management_url
+            )
         return self._finder.streams(self._connected(), self._read)
 
     def _connected(self) -> StreamChannel:
         if self._channel is None or not self._channel.usable:
             self.close()
-            channel = StreamChannel(from_host(self._settings(), self._passed), name="spark-streams")
+            channel = StreamChannel(from_host(self._options.settings(), self._passed), name="spark-streams")
             try:
                 self._channel = channel.__enter__()
             except ConfigurationError as error:
@@ -417,9 +418,6 @@ class StreamPlanner:
             self._watch = EndWatch(self._channel)
             self._before = {name: end for name, end in self._ends.items() if end.position} | self._before
         return self._channel
-
-    def _settings(self) -> ConnectionSettings:
-        return self._options.connection.settings(self._options.url)
 
 
 def _by_name(option: str, given: _Value | Mapping[str, _Value], names: Collection[str]) -> dict[str, _Value]:

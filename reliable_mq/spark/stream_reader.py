@@ -57,7 +57,7 @@ class RangeReader:
         self, options: StreamOptions, each: StreamRange, names: tuple[str, ...], *, patience: float = _PATIENCE
     ) -> None:
         self._options = options
-        self._settings = options.connection.settings(options.url)
+        self._settings = options.settings()
         self._range = each
         self._names = names
         self._position = each.start  # all messages before it were returned
