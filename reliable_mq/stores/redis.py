@@ -9,8 +9,8 @@ Invariants:
 
 - an attempt at a call ends within the timeout, and there are at most two: the second follows at once, in the name of
   the same holder, and only if the connection broke or the server answered with an error;
-- a connection on which the server answered with an error is closed: the server may have become a replica, and its name
-  may lead to the new primary;
+- when the server has answered with an error, the idle connections of the client are closed, also of a user's own: the
+  server may have become a replica, or lost its replicas, and its name or the Sentinels may lead to the new primary;
 - all times are by the server's clock, so the clients' clocks do not matter;
 - a claim that finds its own holder keeps the token, so a script that was delayed and then repeated does no harm;
 - a token is greater than the key's previous one and not below the time, so it is not used again after the record is
@@ -237,11 +237,9 @@ class RedisStore(_RedisBase, SyncStore):
     Args:
         url: A URL, ``redis://[user:password@]host[:port][/database]``, ``rediss://`` for TLS or ``unix://``. Or your
             own ``redis.Redis``, which must have a ``socket_timeout`` and no retries of its own
-            (``retry=Retry(NoBackoff(), 0)``, from ``redis.retry`` and ``redis.backoff``). To leave a primary that
-            became a replica, it needs ``retry_on_error=[redis.ResponseError]``, unless it is from a ``Sentinel``:
-            before Redis 7, a script of a replica does not fail with a ``ReadOnlyError``. The connections to the
-            Sentinels need a timeout and no retries, too, as ``sentinel_kwargs={"socket_timeout": 1,
-            "socket_connect_timeout": 1, "retry": Retry(NoBackoff(), 0)}``.
+            (``retry=Retry(NoBackoff(), 0)``, from ``redis.retry`` and ``redis.backoff``). If it is from a ``Sentinel``,
+            the connections to the Sentinels need a timeout and no retries, too, as ``sentinel_kwargs={"socket_timeout":
+            1, "socket_connect_timeout": 1, "retry": Retry(NoBackoff(), 0)}``.
         retention: The time for which done keys, and the failed attempts of other keys, are remembered, in seconds.
         timeout: The time that Redis may take to connect, and to reply, in seconds. If the connection breaks, or Redis
             answers with an error, the call is repeated once on a new connection. The ``socket_timeout`` of your own
@@ -273,13 +271,17 @@ class RedisStore(_RedisBase, SyncStore):
             self._redis.close()
 
     def _send(self, query: list[tuple[Any, ...]]) -> list[Any]:
-        if len(query) == 1:
-            return [self._redis.execute_command(*query[0])]
-        with self._redis.pipeline(transaction=False) as pipeline:
-            for command in query:
-                pipeline.execute_command(*command)
-            replies: list[Any] = pipeline.execute()
-            return replies
+        try:
+            if len(query) == 1:
+                return [self._redis.execute_command(*query[0])]
+            with self._redis.pipeline(transaction=False) as pipeline:
+                for command in query:
+                    pipeline.execute_command(*command)
+                replies: list[Any] = pipeline.execute()
+                return replies
+        except redis.ResponseError:
+            self._redis.connection_pool.disconnect(inuse_connections=False)
+            raise
 
 
 class AsyncRedisStore(_RedisBase, AsyncStore):
@@ -315,13 +317,17 @@ class AsyncRedisStore(_RedisBase, AsyncStore):
             raise self._failed(TimeoutError(f"no answer within {self._timeout:g} s")) from error
 
     async def _send(self, query: list[tuple[Any, ...]]) -> list[Any]:
-        if len(query) == 1:
-            return [await self._redis.execute_command(*query[0])]
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            for command in query:
-                pipeline.execute_command(*command)
-            replies: list[Any] = await pipeline.execute()
-            return replies
+        try:
+            if len(query) == 1:
+                return [await self._redis.execute_command(*query[0])]
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                for command in query:
+                    pipeline.execute_command(*command)
+                replies: list[Any] = await pipeline.execute()
+                return replies
+        except redis.ResponseError:
+            await self._redis.connection_pool.disconnect(inuse_connections=False)
+            raise
 
 
 def _where(url: object) -> str:
@@ -350,7 +356,6 @@ def _client(kind: Any, name: str, url: object, timeout: float, retry: object, op
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
             "retry": retry,
-            "retry_on_error": [redis.ResponseError],  # closes the connection; there are no retries
             "max_connections": 2**31 - 1,  # at its limit, redis-py does not wait but raises an error
             **options,
         }

@@ -88,22 +88,54 @@ def test_a_claim_gets_past_a_sentinel_that_is_silent(store: Any, sentinel: Any, 
                 each.close()
 
 
+@KINDS
+def test_a_claim_leaves_a_master_without_replicas(store: Any, sentinel: Any, retry: Any) -> None:
+    """A master that is cut off stays up, and refuses writes. The Sentinels name another one."""
+    settings = {"protocol": 2, "socket_timeout": 2, "socket_connect_timeout": 2, "retry": retry}
+    with server() as new, server(b"-NOREPLICAS Not enough good replicas to write.\r\n", then=new) as cut_off:
+        asked = sentinel([cut_off], sentinel_kwargs=settings, **settings)
+        client = asked.master_for("m")
+        made = store(client, timeout=5.0)
+
+        async def claim() -> list[Claim]:
+            found: list[Claim] = await made.claim_many(["key"], 60.0)
+            for each in (client, *asked.sentinels):
+                await each.aclose()
+            return found
+
+        claims = made.claim_many(["key"], 60.0) if store is RedisStore else asyncio.run(claim())
+        assert claims == [Claim("key", ClaimStatus.NEW, 7, 0)]
+        if store is RedisStore:
+            for each in (client, *asked.sentinels):
+                each.close()
+
+
 @contextlib.contextmanager
-def server() -> Iterator[tuple[str, int]]:
-    """Return the address of a server that is a Sentinel and the master that it names."""
+def server(
+    reply: bytes = b"*3\r\n$1\r\nn\r\n$1\r\n7\r\n$1\r\n0\r\n", *, then: tuple[str, int] | None = None
+) -> Iterator[tuple[str, int]]:
+    """Return the address of a server that is a Sentinel and the master that it names.
+
+    It answers scripts with ``reply``. After the first of them it names the master ``then``, if there is one.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        address: tuple[str, int] = listening.getsockname()
-        state = ["name", "m", "ip", address[0], "port", str(address[1]), "flags", "master", "num-other-sentinels", "1"]
-        masters = f"*1\r\n*{len(state)}\r\n" + "".join(f"${len(text)}\r\n{text}\r\n" for text in state)
+        named: tuple[str, int] = listening.getsockname()
+
+        def masters() -> bytes:
+            state = ["name", "m", "ip", named[0], "port", str(named[1]), "flags", "master", "num-other-sentinels", "1"]
+            texts = "".join(f"${len(text)}\r\n{text}\r\n" for text in state)
+            return f"*1\r\n*{len(state)}\r\n{texts}".encode()
 
         def answer(connection: socket.socket) -> None:
+            nonlocal named
             with connection, contextlib.suppress(OSError), connection.makefile("rb") as stream:
                 while head := stream.readline():
                     command = [stream.read(int(stream.readline()[1:]) + 2).strip() for _ in range(int(head[1:]))]
                     if command[0] == b"SENTINEL":
-                        connection.sendall(masters.encode())
+                        connection.sendall(masters())
                     elif command[0] == b"EVALSHA":
-                        connection.sendall(b"*3\r\n$1\r\nn\r\n$1\r\n7\r\n$1\r\n0\r\n")
+                        named = then or named
+                        connection.sendall(reply)
                     else:
                         connection.sendall(b"+OK\r\n")
 
@@ -115,7 +147,7 @@ def server() -> Iterator[tuple[str, int]]:
         accepting = threading.Thread(target=accept)
         accepting.start()
         try:
-            yield address
+            yield listening.getsockname()
         finally:
             listening.shutdown(socket.SHUT_RDWR)
             accepting.join(10)
