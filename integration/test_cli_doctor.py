@@ -124,6 +124,24 @@ def test_a_policy_counts_like_an_argument(vhost: VirtualHost) -> None:
     assert not_well(findings) == [("problem", "queue 'orders'", "length limit")]
 
 
+def test_queues_are_looked_at_without_statistics(private_broker: RabbitMQ, private_vhost: VirtualHost) -> None:
+    """RabbitMQ recommends to disable them where Prometheus is used."""
+    declare(private_vhost, "orders", queue_type="quorum", delivery_limit=-1)
+    policy = {"pattern": "orders", "definition": {"max-length": 10}, "apply-to": "queues"}
+    private_broker.management.call("PUT", "policies", private_vhost.name, "short", body=policy)
+    setting = "application:set_env(rabbitmq_management, disable_management_stats, {})"
+    private_broker.evaluate(setting.format("true"))
+    try:
+        status, findings = doctor(private_vhost)
+    finally:
+        private_broker.evaluate(setting.format("false"))
+    assert status == 1
+    assert not_well(findings) == [
+        ("not checked", "broker", "statistics"),
+        ("problem", "queue 'orders'", "length limit"),
+    ]
+
+
 @pytest.mark.parametrize("kind", ["quorum", "classic"])
 def test_of_a_policy_and_an_argument_the_one_in_effect_counts(any_vhost: VirtualHost, kind: str) -> None:
     """A policy overrides the overflow of a quorum queue, not of a classic one.

@@ -450,6 +450,27 @@ def test_a_user_who_may_not_read_nodes_gets_the_rest(status: int) -> None:
         assert Snapshot.take(api(port), "v").nodes is None
 
 
+@pytest.mark.parametrize(
+    ("status", "shown", "readable"),
+    [
+        (400, {"effective_policy_definition": {}}, True),
+        (400, {}, False),  # RabbitMQ 4.0: the policies are unknown
+        (500, {"effective_policy_definition": {}}, False),
+    ],
+)
+def test_without_statistics_queues_need_their_policies(status: int, shown: dict[str, object], readable: bool) -> None:
+    answers: dict[str, tuple[int, object]] = {f"/api/{name}/v": (200, []) for name in ("exchanges", "bindings")}
+    answers["/api/queues/v"] = (200, [{"name": "q", "type": "quorum", **shown}])
+    answers["/api/consumers/v"] = (status, {"reason": "Stats in management UI are disabled on this node"})
+    answers["/api/nodes"] = (200, [])
+    with http_server(answers) as port:
+        if readable:
+            assert Snapshot.take(api(port), "v").consumers is None
+        else:
+            with pytest.raises(ManagementError):
+                Snapshot.take(api(port), "v")
+
+
 def test_nodes_unreadable_for_another_reason_are_an_error() -> None:
     lists = ("queues", "exchanges", "bindings", "consumers")
     with http_server({f"/api/{name}/v": (200, []) for name in lists}) as port, pytest.raises(ManagementError):

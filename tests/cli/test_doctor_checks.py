@@ -340,6 +340,13 @@ def test_unlimited_prefetch_and_automatic_acks_are_warned_of() -> None:
     assert acks.status is prefetch.status is WARNING
 
 
+def test_without_statistics_nothing_is_claimed_that_they_tell() -> None:
+    waiting = queue("wait", **{**SAFE, "dead_letter_routing_key": "q"})
+    sound, *others = examine(queue(**SAFE), dead(), waiting, names=("q", "wait"), consumers=None)
+    assert sound.text.startswith("quorum; no messages are lost")
+    assert [each.check for each in others] == ["arguments"]
+
+
 def test_a_consumer_by_the_stream_protocol_loses_nothing() -> None:
     """It looks like auto-ack in the management API, but a stream keeps messages."""
     reader = {"queue": {"name": "q"}, "ack_required": False, "prefetch_count": 0, "arguments": {}}

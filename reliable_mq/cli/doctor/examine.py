@@ -104,6 +104,7 @@ def _by_management(
             return [
                 _answering(api),
                 examine_alarms(api),
+                *_statistics(snapshot),
                 *examine_cluster(settings, snapshot),
                 *examine_queues(snapshot, queues, entry.server.version_tuple),
             ]
@@ -112,6 +113,16 @@ def _by_management(
         Finding(Status.UNCHECKED, "broker", "management API", f"{why}; {unseen} could not be checked", fix),
         *_existence(entry, queues),
     ]
+
+
+def _statistics(snapshot: Snapshot) -> Iterator[Finding]:
+    if snapshot.consumers is None:
+        text = "disabled in the management API: the consumers of queues, and their numbers of messages, are unknown"
+        fix = (
+            "Check them with rabbitmqctl list_queues name messages consumers, or enable the statistics: see "
+            "management_agent.disable_metrics_collector and management.disable_stats in rabbitmq.conf."
+        )
+        yield Finding(Status.UNCHECKED, "broker", "statistics", text, fix)
 
 
 def _fix_of(error: ManagementError) -> str:

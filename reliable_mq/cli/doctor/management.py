@@ -134,13 +134,14 @@ class Route:
 class Snapshot:
     """The content of a virtual host, for the checks.
 
-    `nodes` are the nodes of the cluster, or None if this user may not read them.
+    `nodes` are the nodes of the cluster, or None if this user may not read them. `consumers` is None if the statistics
+    of the API are disabled; then queues have no number of messages either.
     """
 
     queues: Mapping[str, QueueView]
     exchanges: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     bindings: Sequence[Mapping[str, Any]] = ()
-    consumers: Sequence[Mapping[str, Any]] = ()
+    consumers: Sequence[Mapping[str, Any]] | None = ()
     nodes: tuple[Mapping[str, Any], ...] | None = ()
 
     @classmethod
@@ -150,11 +151,12 @@ class Snapshot:
         Raises:
             ManagementError: If the API does not respond, or refuses this user.
         """
+        queues = {row["name"]: _view(api, row) for row in _rows(api, "queues", virtual_host, named=True)}
         return cls(
-            queues={row["name"]: _view(api, row) for row in _rows(api, "queues", virtual_host, named=True)},
+            queues=queues,
             exchanges={row["name"]: row for row in _rows(api, "exchanges", virtual_host, named=True)},
             bindings=_rows(api, "bindings", virtual_host),
-            consumers=_rows(api, "consumers", virtual_host),
+            consumers=_consumers(api, virtual_host, queues.values()),
             nodes=_nodes(api),
         )
 
@@ -163,7 +165,7 @@ class Snapshot:
 
     @cached_property
     def _consumers_by_queue(self) -> dict[str, list[Mapping[str, Any]]]:
-        return _grouped(((each.get("queue") or {}).get("name"), each) for each in self.consumers)
+        return _grouped(((each.get("queue") or {}).get("name"), each) for each in self.consumers or ())
 
     @cached_property
     def _bindings_by_exchange(self) -> dict[str, list[Mapping[str, Any]]]:
@@ -253,6 +255,17 @@ def _view(api: ManagementAPI, row: Mapping[str, Any]) -> QueueView:
 
 def _another_shape(api: ManagementAPI, what: str, name: str, value: object) -> ManagementError:
     return ManagementError(f"{api}: this is not RabbitMQ's API: {name} of {what} is a {type(value).__name__}")
+
+
+def _consumers(api: ManagementAPI, virtual_host: str, queues: Iterable[QueueView]) -> list[dict[str, Any]] | None:
+    try:
+        return _rows(api, "consumers", virtual_host)
+    except ManagementError as error:
+        # Without statistics, RabbitMQ 4.0 reports no policies, and a queue cannot be judged by its arguments alone.
+        has_policies = all("effective_policy_definition" in queue.raw for queue in queues)
+        if error.status != http.HTTPStatus.BAD_REQUEST or not has_policies:
+            raise
+        return None
 
 
 def _nodes(api: ManagementAPI) -> tuple[Mapping[str, Any], ...] | None:

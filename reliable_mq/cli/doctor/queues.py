@@ -159,7 +159,8 @@ def _mixed_delays(snapshot: Snapshot, queue: QueueView) -> Iterator[Finding]:
     """
     waiting = queue.argument("dead-letter-exchange") is not None and queue.argument("message-ttl") is None
     comes_back = queue.argument("dead-letter-routing-key") != queue.name + DEAD_SUFFIX
-    if waiting and comes_back and _WAITING.search(queue.name) and not snapshot.consumers_of(queue):
+    unused = snapshot.consumers is not None and not snapshot.consumers_of(queue)
+    if waiting and comes_back and _WAITING.search(queue.name) and unused:
         text = (
             "looks like a delay queue without x-message-ttl: messages expire only at the head of a queue, so a message "
             "with a long expiration holds up all messages behind it"
@@ -282,7 +283,8 @@ def _arguments(queue: QueueView, version: tuple[int, ...]) -> Iterator[Finding]:
 
 
 def _sound(queue: QueueView, route: Route | None) -> Finding:
-    text = f"{queue.type}, {queue.messages:,} messages; no messages are lost because of its arguments or consumers"
+    held = f", {queue.messages:,} messages" if "messages" in queue.raw else ""
+    text = f"{queue.type}{held}; no messages are lost because of its arguments or consumers"
     if route is not None:
         text += f"; dead letters go to {', '.join(map(repr, sorted(route.targets))) or 'an exchange'}"
     return Finding(Status.OK, f"queue {queue.name!r}", "arguments", text)
