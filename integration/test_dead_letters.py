@@ -302,6 +302,7 @@ def test_a_look_whose_connection_is_lost_loses_nothing(any_vhost: VirtualHost) -
         assert sorted(int(message.body) for message in dead.browse()) == list(range(450))
 
 
+@pytest.mark.parametrize("broker", ["newest"], indirect=True)
 def test_a_replay_knows_what_was_cut_off_from_what_was_looked_at(vhost: VirtualHost) -> None:
     """This is for quorum queues of RabbitMQ 4.3.
 
@@ -717,6 +718,7 @@ def test_on_40_a_low_delivery_limit_drops_nothing(vhost_40: VirtualHost) -> None
             assert len(dead) == 2
 
 
+@pytest.mark.parametrize("broker", ["newest"], indirect=True)
 def test_lost_connections_stop_before_the_delivery_limit_drops(vhost: VirtualHost) -> None:
     """RabbitMQ 4.3 counts a connection that is lost while it holds messages, but no requeue."""
     with vhost.connect() as connection:
