@@ -146,9 +146,8 @@ class StreamChannel(AdminChannel):
         with self._lock:
             if self._arrived:
                 self._taken = max(self._taken, self._arrived[-1].delivery_tag)
-            is_new = self._taken > self._acked  # the broker closes the channel over a second ack
             self._arrived = [delivery for delivery in self._arrived if delivery.consumer_tag in self._subscribed]
-        if is_new and self._subscribed == self._watches:
+        if self._subscribed == self._watches:
             self.ack()
 
     def take(self, timeout: float, least: int = 1, of: Collection[str] = ()) -> list[RawDelivery]:
@@ -187,8 +186,10 @@ class StreamChannel(AdminChannel):
     def ack(self) -> None:
         """Ack the deliveries taken so far, so that the broker sends more. Does not wait."""
         with self._lock:
+            is_new = self._taken > self._acked  # the broker closes the channel over a second ack
             self._acked = self._taken
-        self._io.call_soon(partial(self._write_ack, self._acked))
+        if is_new:
+            self._io.call_soon(partial(self._write_ack, self._acked))
 
     def _check_subscriptions(self) -> None:
         if self._subscribed:

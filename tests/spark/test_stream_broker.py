@@ -19,9 +19,9 @@ from reliable_mq.url import parse_url
 LOST = ConnectionLoss(None, "connection reset", "connection", by_broker=False)
 
 
-def delivery(table: bytes | None, consumer_tag: str = "") -> RawDelivery:
+def delivery(table: bytes | None, consumer_tag: str = "", delivery_tag: int = 1) -> RawDelivery:
     properties = join_properties({} if table is None else {"headers": table})
-    return RawDelivery(consumer_tag, 1, False, "", "", properties, b"x")
+    return RawDelivery(consumer_tag, delivery_tag, False, "", "", properties, b"x")
 
 
 def table(*entries: bytes) -> bytes:
@@ -73,8 +73,15 @@ def test_an_ack_of_a_lost_channel_is_not_sent_on_the_next() -> None:
     sent: list[bytes] = []
     io: Any = SimpleNamespace(call_soon=lambda call: call(), write=sent.append)
     channel._io = io
+    channel.delivered([delivery(table(OFFSET), delivery_tag=tag) for tag in (1, 2, 3)])
+    channel.read_finished()
+    channel.take(0.0)
     channel.ack()
+    channel.ack()  # of nothing more
     assert len(sent) == 1
+    channel.delivered([delivery(table(OFFSET), delivery_tag=4)])
+    channel.read_finished()
     channel.lost(1, LOST)
+    assert len(channel.take(0.0)) == 1
     channel.ack()
     assert len(sent) == 1
