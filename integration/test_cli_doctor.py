@@ -319,6 +319,12 @@ def test_tls_is_verified_and_dated(
     assert (found["status"], text in found["text"]) == (status, True), found
 
 
+def test_a_missing_client_certificate_is_named(private_broker: RabbitMQ, authority: Authority) -> None:
+    url = f"amqps://guest:guest@localhost:{private_broker.tls_port}/?cacertfile={authority.file}"
+    found = about(json.loads(run_cli("doctor", url, "--json").stdout)["findings"], "login")
+    assert (found["status"], found["fix"].partition(" that")[0]) == ("problem", "Give a client certificate")
+
+
 def test_the_queues_around_a_queue_are_looked_at(any_vhost: VirtualHost) -> None:
     """Wrong or unused delay queues, and arguments that RabbitMQ ignores, are reported."""
     sound = Queue("orders.retry.1000", message_ttl=1, dead_letter="orders")

@@ -170,6 +170,8 @@ def _refused(settings: ConnectionSettings, endpoint: Endpoint, error: ReliableMQ
     fix = "See the broker's log. Is this an AMQP port?"
     if settings.tls is None and endpoint.port == _TLS_PORT:
         fix = "5671 is the port for TLS. Use amqps://."
+    if "CERTIFICATE_REQUIRED" in text:  # with TLS 1.3, the broker refuses after the handshake of the client
+        fix = "Give a client certificate that the broker accepts (certfile=... and keyfile=... in the URL)."
     return Finding(Status.PROBLEM, host, "login", text, _PORTS.get(endpoint.port, fix))
 
 
