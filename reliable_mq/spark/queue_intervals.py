@@ -37,10 +37,15 @@ def longest_linger(since: float, *, backlog: bool) -> float:
 
 
 class IntervalMonitor:
-    """The intervals of one query. Not thread-safe."""
+    """The intervals of one query. Not thread-safe.
+
+    Attributes:
+        taken_back: Whether the broker took back deliveries of the uncommitted batch, probably over the consumer
+            timeout.
+    """
 
     def __init__(self) -> None:
-        self.taken_back = False  # the broker took back the uncommitted batch, probably over the consumer timeout
+        self.taken_back = False
         self._seldom = 0  # consecutive infrequent batches while messages were ready
         self._in_vain = 0  # consecutive batches that were taken back
 
