@@ -274,11 +274,7 @@ class AsyncTransactionRunner:
         self._running: set[concurrent.futures.Future[None]] = set()  # each cancels its call
 
     def run(self, work: Callable[[Connection], T], isolation: str | None, timeout: float | None = None) -> T:
-        """Call ``work`` in a transaction, then commit it or roll it back. Blocks.
-
-        Raises:
-            TimeoutError: If that takes longer than ``timeout`` seconds. It may be committed.
-        """
+        """Do the same as `SyncTransactionRunner.run`."""
         handle = CancelHandle()
         given_up: concurrent.futures.Future[None] = concurrent.futures.Future()
         ended = False

@@ -159,7 +159,7 @@ def missing_extra(name: str, extra: str, error: ImportError) -> ConfigurationErr
 
 
 _JSON_DEEPEST: Final = 500  # levels
-_NO_BRACKETS: Final = re.compile(rb'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
+_NO_BRACKETS: Final = re.compile(r'"(?:[^"\\]|\\.)*"|[^][{}"]+', re.DOTALL)
 
 
 def decode_json(text: str | bytes, **options: Any) -> Any:
@@ -170,11 +170,12 @@ def decode_json(text: str | bytes, **options: Any) -> Any:
         RecursionError: If it has more than 500 levels. Python's decoder would raise that at the end of the stack. A
             garbage collection that runs down there cannot call destructors.
     """
-    raw = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    if raw.count(b"[") + raw.count(b"{") > _JSON_DEEPEST:
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")
+    if text.count("[") + text.count("{") > _JSON_DEEPEST:
         depth = deepest = 0
-        for bracket in _NO_BRACKETS.sub(b"", raw):
-            depth += 1 if bracket in b"[{" else -1
+        for bracket in _NO_BRACKETS.sub("", text):
+            depth += 1 if bracket in "[{" else -1
             deepest = max(deepest, depth)
         if deepest > _JSON_DEEPEST:
             raise RecursionError(f"JSON of {deepest} levels")

@@ -220,7 +220,7 @@ class SetupRunner:
         answered: Callable[[], None],
         in_line: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.in_line = in_line  # whether the steps wait behind work that has a time limit of its own
+        self.in_line = in_line  # returns whether the steps wait behind work that has a time limit of its own
         self._generator = generator
         self._done: Callable[[Any], None] | None = done
         self._answered = answered  # called at every reply of the broker
@@ -341,8 +341,8 @@ class StepQueue:
     ) -> None:
         self._loop = loop
         self._usual = usual  # the time limit for most replies, in seconds
-        self._channel = channel  # the ready channel, if there is one
-        self._is_blocked = is_blocked  # a broker that has blocked the connection does not reply
+        self._channel = channel  # returns the ready channel, if there is one
+        self._is_blocked = is_blocked  # returns whether the broker has blocked the connection, and so does not reply
         self._bytes_received = bytes_received
         self._discard = discard
         self._runners: deque[SetupRunner] = deque()  # the first one is running

@@ -35,7 +35,7 @@ class BaseLink:
     """An attempt to connect, and the connection if it succeeds. On its loop only."""
 
     write: Callable[[bytes], None]  # sends whole frames in one piece; does nothing on a link that has ended
-    write_buffer_size: Callable[[], int]  # the bytes that the kernel has not accepted; see `Output`
+    write_buffer_size: Callable[[], int]  # returns the bytes that the kernel has not accepted; see `Output`
     frame_max: int  # the negotiated maximum size of a frame, in bytes, once the link is open
     server: ServerInfo  # once the link is open
 

@@ -47,6 +47,15 @@ def test_json_of_many_levels_is_refused_before_it_is_decoded(kind: Callable[[str
         decode_json(kind("[" * 400))
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32", "utf-8-sig"])
+def test_the_levels_of_json_are_counted_in_any_encoding(encoding: str) -> None:
+    """In UTF-16, the bytes of these characters are those of a quote and of brackets."""
+    flat = json.dumps(["\u2200", "\u5b57" * 600], ensure_ascii=False)
+    assert decode_json(flat.encode(encoding)) == ["\u2200", "\u5b57" * 600]
+    with pytest.raises(RecursionError, match="JSON of 602 levels"):
+        decode_json(f"[{flat}, {'[' * 601}{']' * 601}]".encode(encoding))
+
+
 def test_destructors_have_room_while_json_is_decoded() -> None:
     """A garbage collection may run in the middle of it."""
     destroyed: list[int] = []
