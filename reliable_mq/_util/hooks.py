@@ -19,14 +19,16 @@ import atexit
 import enum
 import os
 import sys
-from collections.abc import Callable
-from typing import NoReturn, TypeVar
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import UsageError
 
-__all__ = ["ExitStage", "ForkStage", "OfOneProcess", "around_fork", "at_exit", "at_fork", "each_at_fork"]
+__all__ = ["ExitStage", "ForkStage", "HeldAtFork", "OfOneProcess", "around_fork", "at_exit", "at_fork", "each_at_fork"]
 
 logger = get_logger(__name__)
 
@@ -114,6 +116,44 @@ def around_fork(before: Callable[[], object], after: Callable[[], object]) -> No
     Neither is called in the child. Python reports an exception of either, and forks all the same.
     """
     os.register_at_fork(before=before, after_in_parent=after)
+
+
+class HeldAtFork(Generic[T]):
+    """Objects that a thread holds while it forks, so that no other thread uses them.
+
+    A library that no fork renews, as SQLite, has locks of its own. One that a thread has at the fork stays locked in
+    the child for ever.
+
+    Args:
+        hold: A callable that is called with each object before the fork, and with a stack of callbacks, which are
+            called after it in both processes.
+    """
+
+    def __init__(self, hold: Callable[[T, ExitStack], object]) -> None:
+        self._hold = hold
+        self._objects: WeakSet[T] = WeakSet()
+        self._forking = threading.RLock()  # held by a thread that forks; a signal handler may fork meanwhile
+        self._forks: list[ExitStack] = []  # the ends of forks that have begun
+        around_fork(self._before, self._after)
+        at_fork(ForkStage.RENEW, self._after)
+
+    def add(self, one: T) -> None:
+        with self._forking:
+            self._objects.add(one)
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(list(self._objects))
+
+    def _before(self) -> None:
+        self._forking.acquire()
+        after = ExitStack()
+        after.callback(self._forking.release)
+        self._forks.append(after)
+        for one in self:
+            self._hold(one, after)
+
+    def _after(self) -> None:
+        self._forks.pop().close()
 
 
 def at_exit(stage: ExitStage, hook: Callable[[], object]) -> None:

@@ -13,7 +13,8 @@ Invariants:
 - ids grow in the order in which transactions commit, and an id is never used again;
 - the connection that writes is used under a lock, and counting, which takes long, never holds that lock;
 - no message is reported as stored in a file that the path no longer names;
-- no connection is used in a forked child;
+- no connection is used in a forked child, and a fork waits for running calls, because a lock of SQLite itself that one
+  of them has would stay locked in the child, for files of its own as well;
 - delays use the time since the boot of the machine, which is independent of the wall clock. A row that was delayed
   before a reboot is due within two minutes.
 """
@@ -24,12 +25,12 @@ import os
 import sqlite3
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from reliable_mq._util.boottime import since_boot
-from reliable_mq._util.hooks import OfOneProcess
+from reliable_mq._util.hooks import HeldAtFork, OfOneProcess
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path, is_text, seconds, whole_number
 from reliable_mq.core.outbox import COLUMNS, FORMAT, NewRow, RowOutcome, RowSettlement, values_of
 from reliable_mq.errors import ConfigurationError, OutboxError, UsageError
@@ -59,6 +60,7 @@ T = TypeVar("T")
 
 _APPLICATION: Final = 0x524D516F  # "RMQo": this file is an outbox
 _VERSION: Final = 1  # of the tables
+_FORK_WAITS: Final = 5.0  # seconds for each of the calls that run
 
 _TABLES: Final = (
     """
@@ -165,6 +167,8 @@ class SQLiteOutbox(OfOneProcess):
         self._connection: sqlite3.Connection | None = None
         self._read_lock = threading.Lock()  # for the connection that counts; acquired before the other lock
         self._reader: sqlite3.Connection | None = None
+        self._take_lock = threading.Lock()  # for the connection of the relay; acquired before the others
+        _outboxes.add(self)
 
     # For a publisher
 
@@ -227,7 +231,7 @@ class SQLiteOutbox(OfOneProcess):
         """Return new leases for one relay."""
         self.open()
         try:
-            return SQLiteRowLeases(self.path, self._timeout, self._file, self.open)
+            return SQLiteRowLeases(self.path, self._timeout, self._file, self.open, self._take_lock)
         except (sqlite3.Error, OSError) as error:
             raise outbox_error(error, self.path, "opening") from error
 
@@ -394,6 +398,12 @@ class SQLiteOutbox(OfOneProcess):
         if uncertain(error):
             self._drop()  # the next call opens the file again
 
+    def _wait_for_calls(self, after: ExitStack) -> None:
+        """Let no thread call SQLite until a fork is over, unless a call takes too long."""
+        for lock in (self._take_lock, self._read_lock, self._lock):
+            if lock.acquire(timeout=_FORK_WAITS):
+                after.callback(lock.release)
+
     def _check_not_forked(self) -> None:
         """Raise UsageError in a forked child, whose copy of a lock may stay locked."""
         if self._is_forked:
@@ -484,6 +494,9 @@ class SQLiteOutbox(OfOneProcess):
             connection.execute(f"PRAGMA application_id = {_APPLICATION}")
             connection.execute(f"PRAGMA user_version = {_VERSION}")
         connection.execute("COMMIT")
+
+
+_outboxes: Final = HeldAtFork(SQLiteOutbox._wait_for_calls)  # noqa: SLF001  # of this module
 
 
 def _use_wal(connection: sqlite3.Connection, timeout: float) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
@@ -96,15 +97,19 @@ class SQLiteRowLeases:
         timeout: The time to wait for another process, in seconds.
         file: The files of the outbox.
         open_outbox: A function that opens the outbox if it is not open, and notes its files.
+        calling: The lock to hold while the connection is used.
     """
 
     keep_every = float("inf")
 
-    def __init__(self, path: Path, timeout: float, file: OpenFile, open_outbox: Callable[[], None]) -> None:
+    def __init__(
+        self, path: Path, timeout: float, file: OpenFile, open_outbox: Callable[[], None], calling: threading.Lock
+    ) -> None:
         self._path = path
         self._timeout = timeout
         self._file = file
         self._open_outbox = open_outbox
+        self._calling = calling
         self._lock: int | None = None  # the descriptor of the locked file, if this process is the relay
         self._connection: sqlite3.Connection | None = None
         self._position = 0  # rows up to this one were taken or noted
@@ -122,13 +127,18 @@ class SQLiteRowLeases:
         self._unreadable_logged = False
         _open_claims.add(self)
         try:
-            self._reader()
+            with self._calling:
+                self._reader()
         except BaseException:
             self.close()
             raise
 
     def take(self, limit: int, retries: int | None = None) -> RowBatch:
         """Take due rows: delayed rows, rows that waited for their key, and new rows."""
+        with self._calling:
+            return self._take(limit, retries)
+
+    def _take(self, limit: int, retries: int | None) -> RowBatch:
         taken = RowBatch([], [])
         self._size = self._walked = self._walked_bytes = 0
         try:
@@ -197,7 +207,8 @@ class SQLiteRowLeases:
     def close(self) -> None:
         """Release the lock."""
         _open_claims.discard(self)
-        self._disconnect()
+        with self._calling:
+            self._disconnect()
         self.unlock()
 
     def unlock(self) -> None:

@@ -19,11 +19,10 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from weakref import WeakSet
 
 from reliable_mq._util.boottime import boot, since_boot
 from reliable_mq._util.generators import drive
-from reliable_mq._util.hooks import ForkStage, around_fork, at_fork
+from reliable_mq._util.hooks import ForkStage, HeldAtFork, at_fork
 from reliable_mq._util.validation import LONGEST_BUSY_TIMEOUT, Duration, file_path
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore
@@ -71,8 +70,7 @@ class SQLiteStore(SQLStoreBase, SyncStore):
         self._lock = threading.Lock()  # for the attributes below
         self._connection: sqlite3.Connection | None = None
         self._base = 0
-        with _forking:
-            _stores.add(self)
+        _stores.add(self)
 
     def purge(self) -> int:
         """Delete expired rows and return their number. Claims also delete some."""
@@ -175,32 +173,15 @@ def _use_wal(connection: sqlite3.Connection, deadline: float) -> None:
             return
 
 
-_stores: WeakSet[SQLiteStore] = WeakSet()
-_forking: Final = threading.RLock()  # held by a thread that forks; a signal handler may fork meanwhile
-_forks: Final[list[contextlib.ExitStack]] = []  # the ends of forks that have begun
+_stores: Final = HeldAtFork(SQLiteStore._close_for_fork)  # noqa: SLF001  # of this module
 # Files that were in use at the fork of this process, with their connections, which are neither used nor closed.
 _inherited: Final[defaultdict[Path, list[sqlite3.Connection | None]]] = defaultdict(list)
 
 
-def _before_fork() -> None:
-    _forking.acquire()
-    after = contextlib.ExitStack()
-    after.callback(_forking.release)
-    _forks.append(after)
-    for store in list(_stores):
-        store._close_for_fork(after)  # noqa: SLF001  # of this module
-
-
-def _after_fork() -> None:
-    _forks.pop().close()
-
-
-def _after_fork_in_child() -> None:
-    _after_fork()
-    for store in list(_stores):
+def _start_in_child() -> None:
+    for store in _stores:
         store._start_in_child()  # noqa: SLF001  # of this module
 
 
-around_fork(_before_fork, _after_fork)
 # Called before the child has other threads. Otherwise two threads, each with its own lock, could share a connection.
-at_fork(ForkStage.RENEW, _after_fork_in_child)
+at_fork(ForkStage.RENEW, _start_in_child)

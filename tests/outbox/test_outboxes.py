@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import os
 import sqlite3
+import threading
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -279,8 +282,41 @@ def test_a_lock_file_deleted_while_it_is_locked_is_no_lock(tmp_path: Path, monke
     outbox.close()
 
 
-def test_a_forked_child_is_refused_at_once_despite_held_locks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("call", ["write", "status", "take"])
+def test_a_fork_waits_for_a_call_of_another_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """A lock of SQLite would stay locked in the child, and hang it with a file of its own, too."""
+    outbox = SQLiteOutbox(tmp_path / "outbox")
+    claims = outbox.claims()
+    calls: dict[str, Callable[[], object]] = {
+        "write": lambda: outbox.write([NewRow(Message(b""), "", "q", True, None)], []),
+        "status": outbox.status,
+        "take": lambda: claims.take(1),
+    }
+    inside, forked = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def slow() -> None:
+        inside.set()
+        waited.append(forked.wait(0.2))
+
+    monkeypatch.setattr(outbox._file, "check", slow)
+    thread = threading.Thread(target=calls[call])
+    thread.start()
+    assert inside.wait(10)
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    forked.set()
+    thread.join(10)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert waited[0] is False
+    claims.close()
+    outbox.close()
+
+
+def test_a_forked_child_is_refused_at_once_despite_held_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not wait for locks that threads of the parent held at the fork."""
+    monkeypatch.setattr("reliable_mq.outbox.sqlite._FORK_WAITS", 0.01)
     outbox = SQLiteOutbox(tmp_path / "outbox")
     outbox.open()
 
