@@ -218,6 +218,13 @@ def test_a_missing_queue_is_found_without_the_management_api_too(vhost: VirtualH
     assert not_well(findings) == [("not checked", "broker", "management API"), expected]
 
 
+def test_a_queue_that_a_user_may_not_look_at_is_not_missing(any_vhost: VirtualHost) -> None:
+    declare(any_vhost, "orders", queue_type="quorum")
+    url = user(any_vhost, "sender", configure="^$", write=r"^amq\.default$", read="^$")
+    found = about(doctor(any_vhost, "--queue", "orders", url=url)[1], "exists")
+    assert (found["status"], found["text"].partition(" - ")[0]) == ("not checked", "unknown: 403 ACCESS_REFUSED")
+
+
 def test_permissions_are_told_without_the_management_api(any_vhost: VirtualHost) -> None:
     declare(any_vhost, "orders", queue_type="quorum")
     url = user(any_vhost, "narrow", configure="^mine", write="^$", read="^orders$")

@@ -167,9 +167,12 @@ def _existence(entry: HostEntry, queues: Sequence[str]) -> Iterator[Finding]:
     for name, count in counts.items():
         subject = f"queue {name!r}"
         if isinstance(count, StepRefused):
-            unknown = count.code == ReplyCode.NOT_FOUND
-            fix = "Declare it, or check the spelling. Names are case-sensitive." if unknown else ""
-            yield Finding(Status.PROBLEM, subject, "exists", f"{count.code} {count.text}", fix)
+            text, status, fix = f"{count.code} {count.text}", Status.PROBLEM, ""
+            if count.code == ReplyCode.NOT_FOUND:
+                fix = "Declare it, or check the spelling. Names are case-sensitive."
+            elif count.code == ReplyCode.ACCESS_REFUSED:
+                text, status = f"unknown: {text}", Status.UNCHECKED
+            yield Finding(status, subject, "exists", text, fix)
         else:
             doubt = _UNSURE if count.in_doubt else ""
             text = f"{count.messages:,} messages ready, {count.consumers} consumers{doubt}"
