@@ -37,7 +37,7 @@ LONGEST_TEST_NAME: Final = 60
 #: The two drivers implement the same protocols under the same names.
 DRIVERS: Final = ("connection/interfaces.py", "connection/pika_driver/", "connection/aiormq_driver/")
 TEST: Final = re.compile(r"\s*(?:async )?def (test_\w+)")
-SMALLEST, LARGEST = 80, 600
+SMALLEST, LARGEST = 75, 600
 #: Modules that users import, or that cover their subject completely.
 SMALL_MODULES: Final = frozenset(
     {

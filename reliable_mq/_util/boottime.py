@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["boot", "since_boot"]
-
 _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 

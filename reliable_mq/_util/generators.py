@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, TypeVar
 
-__all__ = ["drive", "drive_async"]
-
 Request = TypeVar("Request")
 T = TypeVar("T")
 

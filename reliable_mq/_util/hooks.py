@@ -28,8 +28,6 @@ from weakref import WeakSet
 from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import UsageError
 
-__all__ = ["ExitStage", "ForkStage", "HeldAtFork", "OfOneProcess", "around_fork", "at_exit", "at_fork", "each_at_fork"]
-
 logger = get_logger(__name__)
 
 

@@ -24,8 +24,6 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["LogLimit", "demoted_driver_logs", "get_logger", "given_up_logger"]
-
 _reporter = logging.NullHandler()
 
 

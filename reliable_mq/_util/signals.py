@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from reliable_mq._util.threads import InterruptibleEvent
 
-__all__ = ["ReplacedHandlers", "next_signal", "stop_signals_handled", "wait_heeding_signals"]
-
 _CHECK_EVERY: Final = 0.5  # seconds
 
 

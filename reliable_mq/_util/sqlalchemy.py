@@ -35,23 +35,6 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import CancelHandle, DaemonExecutor, start_daemon
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "AUTOCOMMIT",
-    "CONFLICTS",
-    "AsyncTransactionRunner",
-    "SyncTransactionRunner",
-    "cancellable",
-    "error_code",
-    "is_in_memory",
-    "is_of_read_only_server",
-    "refuse_asyncio_driver",
-    "refuse_autocommit",
-    "refuse_connection_in_autocommit",
-    "refuse_shared_connection",
-    "refuse_unencoded_password",
-    "transaction_at",
-]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

@@ -36,18 +36,6 @@ from typing import Any, Final, NoReturn, TypeAlias, TypeVar
 from reliable_mq._util.hooks import ForkStage, each_at_fork
 from reliable_mq._util.logs import get_logger
 
-__all__ = [
-    "CallbackThread",
-    "CancelHandle",
-    "Condition",
-    "DaemonExecutor",
-    "DaemonThread",
-    "InterruptibleEvent",
-    "call_in_background",
-    "call_on_thread",
-    "start_daemon",
-]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

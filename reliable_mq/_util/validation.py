@@ -21,28 +21,6 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeGuard
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "LONGEST_BUSY_TIMEOUT",
-    "SHORT_STRING_BYTES",
-    "Duration",
-    "check_collection",
-    "check_flag",
-    "declared_by",
-    "decode_json",
-    "file_path",
-    "fraction",
-    "ip_address",
-    "is_host",
-    "is_number",
-    "is_text",
-    "is_whole_number",
-    "lock_timeout",
-    "missing_extra",
-    "seconds",
-    "unique_keys",
-    "whole_number",
-]
-
 P = ParamSpec("P")
 
 Duration = float | timedelta

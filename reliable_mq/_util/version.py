@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-__all__ = ["OWN_VERSION", "client_properties", "own_version"]
-
 
 def own_version() -> str:
     try:

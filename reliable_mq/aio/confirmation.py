@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["AsyncConfirmation"]
-
 
 class AsyncConfirmation(BaseConfirmation):
     """The future outcome of a publish.

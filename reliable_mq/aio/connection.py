@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.engine.connection import ConnectionArguments
 
-__all__ = ["AsyncConnection"]
-
 _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its grace for sockets to be closed
 _FINISH_GRACE = 1.0  # seconds for the driver's tasks to end once their socket is closed
 

@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
     from types import TracebackType
 
-    from reliable_mq.aio.subscription import PulledDelivery
-
-__all__ = ["AsyncConsumer", "on_signals"]
+    from reliable_mq.engine.pull import PulledDelivery
 
 logger = get_logger(__name__)
 

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.claim_groups import ClaimBatcher, Waiting
     from reliable_mq.engine.workers import ResultSink
 
-__all__ = ["GroupWatch"]
-
 logger = get_logger(__name__)
 
 

@@ -63,8 +63,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.handler import ClaimPolicy, Handling, Result
     from reliable_mq.engine.workers import ResultSink
 
-__all__ = ["TaskPool", "ThreadPool"]
-
 logger = get_logger(__name__)
 
 _SLICE = 0.005  # seconds that one task may run handlers before it yields the loop

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.window import PublishWindow
 
-__all__ = ["AsyncWindowWaiters", "OnLoop", "resolve", "time_limit"]
-
 T = TypeVar("T")
 P = TypeVar("P", bound=Publication)
 

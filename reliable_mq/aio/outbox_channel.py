@@ -45,8 +45,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.outbox.protocol import Outbox, RowLeases
 
-__all__ = ["AsyncOutboxChannel", "AsyncRelayPublisher", "AsyncStoredConfirmation"]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

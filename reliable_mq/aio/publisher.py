@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reliable_mq.message import Message
     from reliable_mq.outbox.protocol import Outbox
 
-__all__ = ["AsyncPublisher"]
-
 
 class AsyncPublisher(
     BasePublisher[AsyncConfirmation, AsyncStoredConfirmation, AsyncPublisherChannel, AsyncOutboxChannel]

@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.engine.publisher_options import PublisherOptions
 
-__all__ = ["AsyncPublisherChannel"]
-
-
 _ADVANCE_AT = 64  # publishes in the inbox that do not wait for the next turn of the loop
 
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.handler import Step
     from reliable_mq.core.idempotency import Claim
 
-__all__ = ["BlockingStore", "StoreAdapter", "awaits"]
-
 T = TypeVar("T")
 
 _LOOK_EVERY = 0.5  # seconds after which a thread that waits for the store looks whether the loop is closed

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.consumer_options import ConsumerOptions
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["AsyncPullSubscription", "AsyncRepublisher", "AsyncSubscription", "PulledDelivery"]
-
 
 class AsyncRepublisher(BaseRepublisher):
     """A republisher that publishes in a separate task. For one event loop."""

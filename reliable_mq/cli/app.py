@@ -19,8 +19,6 @@ from reliable_mq.cli.terminal import INTERRUPTED, escaped, say, show_logs, witho
 from reliable_mq.cli.web import web
 from reliable_mq.errors import ReliableMQError
 
-__all__ = ["app", "run"]
-
 _READER_LEFT: Final = 141  # the status of a tool that SIGPIPE ended
 # click's class, which newer versions of typer vendor under another name.
 _WrongCommandLine: Final[type[Exception]] = next(

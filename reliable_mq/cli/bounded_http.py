@@ -27,8 +27,6 @@ from reliable_mq._util.signals import next_signal
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["BODY_TIMEOUT", "CONNECTIONS", "HEAD_TIMEOUT", "WRITE_TIMEOUT", "BoundedHTTP", "serve"]
-
 CONNECTIONS: Final = 100
 HEAD_TIMEOUT: Final = 10.0  # seconds
 BODY_TIMEOUT: Final = 60.0  # seconds

@@ -14,8 +14,6 @@ from reliable_mq.cli.terminal import URL, ended_by, product, say
 if TYPE_CHECKING:
     from reliable_mq import Consumer, Delivery
 
-__all__ = ["consume"]
-
 _AHEAD: Final = 200  # maximum unacked deliveries
 _LONG: Final = 3600.0  # seconds; longer than stopping takes
 _PEEK_WAIT: Final = 1.0  # seconds without a delivery after which all messages were seen

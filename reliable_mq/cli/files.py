@@ -17,8 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Generic, NamedTuple, TextIO, TypeVar
 
-__all__ = ["Input", "Readable", "is_replaced", "lines", "size_of", "whole_file", "whole_files"]
-
 T = TypeVar("T")
 
 

@@ -12,8 +12,6 @@ import typer
 from reliable_mq.cli.terminal import escaped, hide_logs
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 
-__all__ = ["health"]
-
 _MOST_BYTES: Final = 1024 * 1024  # of a response
 _ANSWERS: Final = (200, 503)
 _STATES: Final = ("live", "ready", "progressing")

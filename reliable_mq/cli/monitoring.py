@@ -10,8 +10,6 @@ import typer
 
 from reliable_mq.cli.terminal import product
 
-__all__ = ["alerts", "grafana"]
-
 
 class DashboardName(enum.StrEnum):
     """The dashboards, as named on the command line."""

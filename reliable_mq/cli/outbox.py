@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from reliable_mq import Publisher
     from reliable_mq.outbox import Outbox, SQLAlchemyOutbox
 
-__all__ = ["outbox"]
-
 _ANSWERS: Final = 30.0  # seconds for a database to respond to a connection
 _LEAVE: Final = 5.0  # seconds for a relay to stop; the other messages are left to another relay, or to its next start
 _AGAIN: Final = 1.0  # seconds from a signal that did not end a wait until the next try

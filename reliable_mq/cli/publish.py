@@ -26,8 +26,6 @@ from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
 if TYPE_CHECKING:
     from reliable_mq import Confirmation, Message, Publisher
 
-__all__ = ["publish"]
-
 _GRACE = 5.0  # seconds for outstanding confirms after Ctrl-C
 
 

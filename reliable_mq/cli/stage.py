@@ -15,8 +15,6 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from reliable_mq.stage import StageRelay
 
-__all__ = ["stage"]
-
 _DRAIN: Final = 30.0  # seconds for outstanding confirms at the end
 _NAMES: Final = {
     "queue": "QUEUE",

@@ -36,29 +36,6 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-__all__ = [
-    "INTERRUPTED",
-    "PASSWORD_HELP",
-    "URL",
-    "MetricsAddress",
-    "MetricsPort",
-    "command_group",
-    "ended_by",
-    "errors",
-    "escaped",
-    "hide_logs",
-    "json_text",
-    "metrics_served",
-    "output",
-    "parse_headers",
-    "plain_table",
-    "product",
-    "say",
-    "show_logs",
-    "with_password",
-    "without_passwords",
-]
-
 _PASSWORD: Final = "RELIABLE_MQ_PASSWORD"  # noqa: S105  # of the environment: all users of a machine see arguments
 PASSWORD_HELP: Final = f"{_PASSWORD} may contain the password."
 _USER_ALONE: Final = re.compile(r"(amqps?://[^:@/?#]+)(@.*)", re.DOTALL)

@@ -19,8 +19,6 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["web"]
-
 _TOKEN: Final = "RELIABLE_MQ_WEB_TOKEN"  # noqa: S105  # the name of a variable
 _GRACE: Final = 15.0  # seconds for running operations
 

@@ -13,18 +13,6 @@ from typing import Final
 from reliable_mq.codec.tables import encode_short_string
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "FRAME_OVERHEAD",
-    "append_publish",
-    "encode_ack",
-    "encode_get",
-    "encode_nack",
-    "encode_reject",
-    "header_frame_size",
-    "method_frame",
-    "publish_head",
-]
-
 FRAME_OVERHEAD: Final = 8  # type, channel, size and end byte
 _HEADER_FRAME_FIXED: Final = FRAME_OVERHEAD + 12  # class, weight, body size
 

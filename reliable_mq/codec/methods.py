@@ -26,46 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-__all__ = [
-    "CANCELLED",
-    "CHANNEL_CLOSED",
-    "CHANNEL_CLOSE_OK",
-    "CHANNEL_OPEN_OK",
-    "CONNECTION_BLOCKED",
-    "CONNECTION_CLOSED",
-    "CONNECTION_SECRET_UPDATED",
-    "CONNECTION_TUNE",
-    "CONNECTION_UNBLOCKED",
-    "STREAM_OFFSET",
-    "UPDATE_SECRET",
-    "Arguments",
-    "Bind",
-    "Cancel",
-    "CheckExchange",
-    "CheckQueue",
-    "ConfirmSelect",
-    "Consume",
-    "DeclareExchange",
-    "DeclareQueue",
-    "DeleteQueue",
-    "MethodReply",
-    "QueueState",
-    "ReplyCode",
-    "SetPrefetch",
-    "Step",
-    "Tune",
-    "decode_close",
-    "decode_reply",
-    "decode_text",
-    "encode_channel_close",
-    "encode_channel_close_ok",
-    "encode_channel_open",
-    "encode_steps",
-    "encode_update_secret",
-    "method_of",
-    "negotiated",
-]
-
 Arguments = Mapping[str, object]
 
 

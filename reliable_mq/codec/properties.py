@@ -37,25 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
     from datetime import datetime
 
-__all__ = [
-    "BASIC_PROPERTIES",
-    "MAX_EXPIRATION_MS",
-    "HasProperties",
-    "Properties",
-    "encode_properties",
-    "encode_property",
-    "encode_values",
-    "find_header",
-    "integer_header",
-    "join_properties",
-    "plain_message_id",
-    "plain_properties",
-    "plain_properties_head",
-    "rewrite_properties",
-    "split_properties",
-    "stream_offset",
-]
-
 T = TypeVar("T")
 
 #: In the order on the wire. The first property's flag is the highest bit.

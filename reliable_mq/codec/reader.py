@@ -27,8 +27,6 @@ from reliable_mq.codec.tables import CodecError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["LARGEST_BODY", "ChannelSink", "InboundReader", "RawDelivery"]
-
 LARGEST_BODY: Final = 512 * 1024 * 1024
 """Bytes; RabbitMQ's ``max_message_size`` cannot be set higher."""
 

@@ -28,19 +28,6 @@ from typing import Any
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "CodecError",
-    "FieldValue",
-    "decode_table",
-    "decode_timestamp",
-    "encode_short_string",
-    "encode_table",
-    "encode_timestamp",
-    "find_entry",
-    "find_integer",
-    "walk_table",
-]
-
 #: The values of a table, nested up to ``MAX_ENCODE_DEPTH``.
 FieldValue = object
 

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import EventLoop, LinkEvents, TimerHandle
     from reliable_mq.core.channel_setup import StepGenerator
 
-__all__ = ["Channel", "ChannelTable", "ReadThrottle", "ReadyGate", "SetupRunner", "StepQueue", "data_arrives"]
-
 # The minimum time limit for the ``consume-ok`` of a stream, in seconds. RabbitMQ 4.3 takes 4 to 14 s while the node of
 # a member is down: one process manages all members of all streams, and tries to reach that node again and again.
 _TIME_TO_ATTACH: Final = 60.0

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
-__all__ = ["TRANSITIONS", "ConnectionState", "Connector"]
-
 logger = get_logger(__name__)
 
 _CALL_AGAIN_AFTER = 0.9  # the part of the time to connect after which the credentials callback is called again

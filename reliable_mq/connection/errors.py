@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss
     from reliable_mq.settings import Endpoint
 
-__all__ = ["Aborted", "as_ours", "broker_unavailable", "is_refusal", "system_problem", "unreachable"]
-
 _OF_CLIENT_CERTIFICATE = re.compile("_ALERT_(.*CERTIFICATE|UNKNOWN_CA)")  # an alert is always the peer's
 _LIMIT = re.compile(r": (node |user )?connection limit [^']*$")  # behind the names of the virtual host and the user
 

@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable, ReliableMQError
     from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 
-__all__ = [
-    "TAKES_NOTHING",
-    "ConnectAttempt",
-    "ConnectCredentials",
-    "ConnectionListener",
-    "EventLoop",
-    "LinkEvents",
-    "OpenLink",
-    "Output",
-    "TimerHandle",
-    "do_nothing",
-    "takes_nothing",
-]
-
 TAKES_NOTHING: Final = sys.maxsize
 """The size of a write buffer into which nothing can be written."""
 

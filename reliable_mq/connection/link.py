@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
-__all__ = ["BaseLink"]
-
 _NO_CHANNEL = b"\0\0"
 
 

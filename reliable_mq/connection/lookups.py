@@ -28,8 +28,6 @@ from reliable_mq._util.threads import call_in_background
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Lookup", "Lookups", "find_addresses"]
-
 #: The results of ``getaddrinfo`` that can be used, or the exception that it raised.
 Found: TypeAlias = list[Any] | Exception
 _Key: TypeAlias = tuple[str, int]

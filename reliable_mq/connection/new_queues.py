@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.channel_setup import ServerInfo
 
-__all__ = ["QueueRecord", "SharedNewQueues"]
-
 
 class SharedNewQueues(NewQueues):
     """A thread-safe `NewQueues`."""

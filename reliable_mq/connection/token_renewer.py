@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ConnectionLoss, CredentialsCalls
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["TokenRenewer"]
-
 logger = get_logger(__name__)
 
 _REASON: Final = "the token expires"

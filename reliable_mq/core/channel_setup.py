@@ -61,34 +61,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.new_queues import NewQueueListener
     from reliable_mq.topology import Inequivalence
 
-__all__ = [
-    "NO_STREAM",
-    "Comparison",
-    "Pipeline",
-    "ServerInfo",
-    "SetupGenerator",
-    "StepGenerator",
-    "StepRefused",
-    "backend_failed",
-    "carry_out",
-    "compare",
-    "consumer_setup",
-    "corrected",
-    "declare",
-    "in_exclusive_use",
-    "is_a_stream",
-    "is_away",
-    "is_missing",
-    "is_out_of_reach",
-    "lacks_permission",
-    "parse_version",
-    "publisher_setup",
-    "pull_setup",
-    "reconnect_reason",
-    "refusal",
-    "round_trip",
-]
-
 _PROPERTIES = frozenset({"durable", "auto_delete", "internal", "type"})
 #: Arguments of a `Consume` that a stream refuses. The priority is the default of other queues.
 NO_STREAM: Final = {"x-priority": 0}

@@ -19,8 +19,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-__all__ = ["ConsumerSigns", "Health", "OutboxSigns", "PublisherSigns", "Signs", "StoreFailure", "health_of"]
-
 _STORE_FAILURE_LASTS: Final = 30.0  # seconds: three readiness probes of Kubernetes by default
 
 

@@ -27,20 +27,6 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable
 
-__all__ = [
-    "LEASE",
-    "Claim",
-    "ClaimStatus",
-    "CommitStatus",
-    "InboxClaim",
-    "SettlementRetries",
-    "StoreHealth",
-    "check_options",
-    "checked_key",
-    "key_prefix",
-    "namespace_of",
-]
-
 LEASE: Final = 300.0  # seconds, by default
 
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.message import Message
 
-__all__ = ["KEPT", "NEW_QUEUE_GRACE", "NewQueueListener", "NewQueues", "is_copied"]
-
 #: In seconds. No loss was ever seen after one second; the grace is twice that.
 NEW_QUEUE_GRACE: Final = 2.0
 

@@ -35,24 +35,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.errors import ReliableMQError
 
-__all__ = [
-    "COLUMNS",
-    "FORMAT",
-    "LONGEST_DELAY",
-    "KeptPlaces",
-    "NewRow",
-    "OutboxRow",
-    "RelaySession",
-    "RowOutcome",
-    "RowSettlement",
-    "UnreadableRow",
-    "damaged_row",
-    "delay_after",
-    "is_answer",
-    "row_from",
-    "values_of",
-]
-
 FORMAT: Final = 1
 """The format of the rows that are written here. Rows of a greater one are left alone."""
 

@@ -39,17 +39,6 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, TopologyMi
 if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
 
-__all__ = [
-    "AddressOrder",
-    "ConnectionLoss",
-    "CredentialsCalls",
-    "ReconnectPolicy",
-    "ReconnectStop",
-    "ReconnectWait",
-    "is_permanent",
-    "time_for_address",
-]
-
 #: The seconds to wait after a round, as a function of the number of rounds since the connection was lost, or a tenacity
 #: wait.
 ReconnectWait: TypeAlias = Callable[[int], float] | wait_base

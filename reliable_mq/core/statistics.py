@@ -17,25 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "ConsumerStatistics",
-    "ConsumerStatus",
-    "Histogram",
-    "Merged",
-    "MetricOfField",
-    "OutboxStatistics",
-    "OutboxStatus",
-    "PeakAverage",
-    "PublisherStatistics",
-    "PublisherStatus",
-    "QueueDepthStatistics",
-    "QueueStatus",
-    "RelayStatus",
-    "StageStatistics",
-    "StageStatus",
-    "TokenStatistics",
-]
-
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Upper bounds in seconds: from the round trip of a local broker to the default delivery timeout."""
 

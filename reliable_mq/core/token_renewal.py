@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["TRANSITIONS", "RenewalState", "TokenRenewal"]
-
 RENEW_AFTER: Final = 0.6  # the part of the lifetime after which the next token is read
 RENEW_AT_LEAST: Final = 1.0  # seconds between tokens, or a tiny lifetime would keep the callback busy
 RETRY_AT_LEAST: Final = 1.0  # seconds from a failure to the next attempt

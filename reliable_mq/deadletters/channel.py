@@ -48,8 +48,6 @@ from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
 
-__all__ = ["GetChannel"]
-
 _BATCH_BYTES = 32 * 1024 * 1024  # if all bodies are as large as the first; 200 of 16 MiB would take 3 GB
 _ANSWER = 60.0  # seconds for the replies to one batch of requests; they start again while data arrives
 _PATIENCE = 60.0  # seconds for reconnecting after a connection was lost

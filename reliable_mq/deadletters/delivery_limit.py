@@ -21,8 +21,6 @@ from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConsumeError
 from reliable_mq.topology.arguments import ARGUMENTS
 
-__all__ = ["DeliveryLimit"]
-
 _LIMIT: Final = ARGUMENTS["x-delivery-limit"]
 _ASSUMED: Final = 20  # if the arguments are unknown: RabbitMQ's default
 _NOT_COUNTED: Final = (4, 3)  # the first version that does not count a requeue

@@ -15,8 +15,6 @@ from reliable_mq.core.consumer.attempts import MESSAGE_LIMIT
 from reliable_mq.deadletters.message import DeadMessage, Origin
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["AGES", "Filter", "Filterable", "Statistics", "age_in_seconds"]
-
 _AGE: Final = re.compile(r"(\d{1,9}(?:\.\d+)?)([smhdw]?)")
 _SECONDS: Final = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 

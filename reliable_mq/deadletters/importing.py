@@ -24,8 +24,6 @@ from reliable_mq.message import Message
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["Import", "ImportReport"]
-
 _BATCH: Final = 1000  # messages
 _BATCH_BYTES: Final = 32 * 1024 * 1024  # less than a publisher holds
 

@@ -28,8 +28,6 @@ from reliable_mq.deadletters.message import DeadMessage
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.message import Message, MessageProperties
 
-__all__ = ["Line", "is_blank", "read_line", "write_line"]
-
 _PROPERTIES: Final = tuple(MessageProperties.__annotations__)
 _BODY, _BODY_BASE64, _RAW = "body", "body_base64", "properties_base64"
 _KEYS: Final = frozenset({_BODY, _BODY_BASE64, _RAW, "exchange", "routing_key", "redelivered", *_PROPERTIES})

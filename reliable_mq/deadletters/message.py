@@ -36,8 +36,6 @@ from reliable_mq.core.retry.delay_queues import DelayQueue
 from reliable_mq.core.retry.retry_headers import BeforeRetry, before_retry
 from reliable_mq.message import Message
 
-__all__ = ["DeadMessage", "Origin"]
-
 _DEATHS: Final = ("x-death", "x-first-death-", "x-last-death-")
 _KEPT: Final = (headers.FORMAT, headers.POSSIBLE_DUPLICATE, headers.TRACE_CONTEXT, headers.PREFIX + "original-")
 _NOTHING: Final[Mapping[str, object]] = {}

@@ -49,8 +49,6 @@ from reliable_mq.tls import TLSOptions
 from reliable_mq.topology import Queue
 from reliable_mq.url import parse_url
 
-__all__ = ["DeadLetterQueue", "depths"]
-
 logger = get_logger(__name__)
 
 _NAME: Final = "dead letters"

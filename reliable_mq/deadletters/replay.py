@@ -48,19 +48,6 @@ from reliable_mq.stores.protocol import ResettableStore
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 
-__all__ = [
-    "BATCH",
-    "Progress",
-    "RateLimit",
-    "Replay",
-    "ReplayReport",
-    "Routing",
-    "Target",
-    "none_was_settled",
-    "read_batches",
-    "warn_of_missing",
-]
-
 logger = get_logger(__name__)
 
 _MADE_UP: Final = 0.005  # seconds; the maximum excess of a wait that is made up for

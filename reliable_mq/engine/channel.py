@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.errors import PublishError, ReliableMQError
 
-__all__ = ["BaseChannel"]
-
 _FAILURES_KEPT: Final = 100  # unseen failures, raised when the publisher is left
 _FAILURES_KEPT_BYTES: Final = 64 * 1024 * 1024  # of their messages, except for the last one
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.engine.workers import ResultSink
 
-__all__ = ["PATIENCE", "ClaimBatcher", "Waiting", "settling_group_rest"]
-
 PATIENCE = 1.0
 """The seconds after which the rest of a group is taken over, within as much again, while a handler of it runs."""
 _CLAIMED_TOGETHER = 64  # maximum number of deliveries claimed at once

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.channel import BaseChannel
     from reliable_mq.errors import PublishError
 
-__all__ = ["CALLED", "BaseConfirmation"]
-
 logger = get_logger(__name__)
 
 CALLED: list[Callable[[], object]] = []

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.reconnect import ReconnectPolicy
     from reliable_mq.settings import ConnectionSettings, Endpoint
 
-__all__ = ["BaseConnection", "ConnectionArguments", "Wakeup"]
-
 
 class ConnectionArguments(TypedDict):
     """The arguments of `Connector` that both APIs pass.

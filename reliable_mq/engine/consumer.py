@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.metrics.registry import Reading
 
-__all__ = ["END_TIMEOUT", "BaseConsumer", "HandlerPool", "RunState"]
-
 logger = get_logger(__name__)
 
 END_TIMEOUT: Final = 5.0  # seconds for idle threads and tasks to end

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from reliable_mq.tls import TLSOptions
     from reliable_mq.tracing.consuming import ConsumerTracer
 
-__all__ = ["CONSUMER_TIMEOUT", "AckMode", "ConsumerOptions", "Offset"]
-
 PublisherT = TypeVar("PublisherT", bound="BasePublisher[Any, Any, Any, Any]")
 AckMode = Literal["manual", "automatic"]
 Offset = str | int | datetime

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.connection import BaseConnection
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["ConsumerVitals", "DeliveryCheck", "LoopWatch"]
-
 
 class LoopWatch:
     """A watch that detects an event loop that no longer runs calls. Thread-safe.

@@ -38,16 +38,6 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.relay import RowPublisher
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = [
-    "ANSWER_AT_LEAST",
-    "CLOSE_GRACE",
-    "MAX_HANGING",
-    "BacklogPoller",
-    "BaseOutboxChannel",
-    "not_configured",
-    "not_open",
-]
-
 logger = get_logger(__name__)
 
 CLOSE_GRACE: Final = 2.0

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.protocol import Outbox
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["CLOSE_TIMEOUT", "FOR_EVER", "BasePublisher", "PublisherState", "ReportBuilder"]
-
 CLOSE_TIMEOUT: Final = 30.0  # seconds
 FOR_EVER: Final = float("inf")
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.tracing.publishing import SendTrace
 
-__all__ = ["CLOSE_GRACE", "BasePublisherChannel", "unwatched_logger"]
-
 logger = get_logger(__name__)
 unwatched_logger = get_logger(f"{__name__}.unwatched")
 """Logs the number of failed publishes without a callback and without a caller that waits."""

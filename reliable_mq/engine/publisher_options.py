@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from reliable_mq.topology import Declaration
     from reliable_mq.tracing.publishing import PublisherTracer
 
-__all__ = ["DEFAULT_RETRY", "PublisherOptions"]
-
 DEFAULT_RETRY: Final = RetryPolicy(max_attempts=6, delays=(0.1, 0.3, 1.0, 3.0, 5.0), jitter=0.5)
 """The retries of a nacked publish: six attempts in about ten seconds, after which a full queue has room or stays full.
 """

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.errors import ReliableMQError
 
-__all__ = ["ANSWER", "LONGEST_WAIT", "BasePullSubscription", "ChangeMonitor", "PulledDelivery", "leave"]
-
 _POLL_FIRST, _POLL_LONGEST = 0.02, 0.5  # seconds between two requests to an empty queue
 ANSWER = 5.0  # seconds to wait for the broker's answers to the last requests
 LONGEST_WAIT = 1e8  # seconds, which every timer accepts

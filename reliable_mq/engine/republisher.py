@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.tracing.consuming import ConsumerTracer
 
-__all__ = ["BaseRepublisher"]
-
 logger = get_logger(__name__)
 
 

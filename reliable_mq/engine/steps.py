@@ -24,8 +24,6 @@ from typing import Any, TypeAlias, TypeVar
 
 from reliable_mq._util.generators import drive_async
 
-__all__ = ["Steps", "awaiting", "blocking", "calling"]
-
 T = TypeVar("T")
 
 Steps: TypeAlias = Generator[Any, Any, T]

@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from reliable_mq.topology import Queue
     from reliable_mq.tracing.consuming import ConsumerTracer
 
-__all__ = ["BaseSubscription", "Event", "WorkQueue"]
-
 logger = get_logger(__name__)
 
 CLOSE_GRACE = 5.0  # seconds for the closing handshake

@@ -55,18 +55,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.steps import Steps
     from reliable_mq.stores import IdempotencyStore
 
-__all__ = [
-    "CHECK_INTERVAL",
-    "UNANSWERED",
-    "ResultSink",
-    "WorkerPool",
-    "all_failed",
-    "all_lost",
-    "batch_results",
-    "retrying_settlements",
-    "store_call",
-]
-
 logger = get_logger(__name__)
 
 UNANSWERED = (

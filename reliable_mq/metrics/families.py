@@ -27,8 +27,6 @@ from reliable_mq.metrics.registry import Family, Reading
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["FAMILIES", "readings"]
-
 
 class _Shown(NamedTuple):
     """A field, the family that shows it, and the value of its additional label."""

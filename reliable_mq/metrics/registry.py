@@ -31,8 +31,6 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["Family", "Reading", "Registration", "register"]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -22,8 +22,6 @@ from typing import Final, Literal
 
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["ALERTS", "Alert", "AlertSettings", "rules"]
-
 _UNITS: Final = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0, "y": 31536000.0}
 _DURATION: Final = re.compile(
     r"(?:(\d+)y)?(?:(\d+)w)?(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?(?:(\d+)ms)?", re.ASCII

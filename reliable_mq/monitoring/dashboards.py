@@ -15,8 +15,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-__all__ = ["DASHBOARDS", "Dashboard", "Panel", "PanelQuery", "Row", "Unit"]
-
 Unit = Literal["short", "ops", "s", "percentunit", "bytes"]
 """Grafana's name of a unit: a count, a number per second, seconds, a share of 1."""
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from reliable_mq.monitoring.dashboards import Dashboard, Panel
 
-__all__ = ["dashboard_json"]
-
 _INPUT: Final = "DS_PROMETHEUS"
 _SCHEMA_VERSION: Final = 39  # for Grafana 10.4 and newer, which migrate older schemas
 _WIDTH: Final = 24  # columns of a dashboard

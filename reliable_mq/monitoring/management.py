@@ -23,8 +23,6 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.settings import ConnectionSettings, Credentials, Endpoint
 from reliable_mq.tls import TLSOptions, server_hostname
 
-__all__ = ["ManagementAPI", "ManagementError", "rows"]
-
 _PORTS: Final = {"http": 15672, "https": 15671}
 _HOST: Final = re.compile(r"[A-Za-z0-9._:-]+")
 _PATH: Final = "/%:@!$&'()*+,;="  # may stand in a path as they are, RFC 3986

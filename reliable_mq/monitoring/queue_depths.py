@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["QueueDepths"]
-
 logger = get_logger(__name__)
 
 _NAME: Final = "queue depths"

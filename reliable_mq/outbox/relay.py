@@ -45,8 +45,6 @@ from reliable_mq.errors import OutboxError, ReliableMQError
 from reliable_mq.outbox.protocol import Outbox, RowLeases
 from reliable_mq.outbox.row_count import RowCount
 
-__all__ = ["OutboxRelay", "OutboxWriter", "RowPublisher"]
-
 logger = get_logger(__name__)
 
 _PAUSES: Final = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)  # seconds

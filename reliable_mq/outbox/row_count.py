@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.outbox.protocol import Outbox
 
-__all__ = ["RowCount"]
-
 logger = get_logger(__name__)
 
 _EVERY: Final = 1.0  # seconds; longer if counting would take more than a twentieth of the time

@@ -80,8 +80,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.outbox.protocol import OrderingKey
 
-__all__ = ["SQLAlchemyOutbox"]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

@@ -71,8 +71,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Row, Select, Table
 
-__all__ = ["SQLAlchemyRowLeases"]
-
 _BEHIND: Final = 200  # the least limit of rows read behind the first rows of their keys
 _KEYS_BEHIND: Final = 50  # keys whose rows one statement reads
 _KEYS_AT_LEAST: Final = 100  # keys read in one statement

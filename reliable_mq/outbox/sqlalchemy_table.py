@@ -30,30 +30,6 @@ from reliable_mq._util.validation import lock_timeout
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.outbox.protocol import text_or_bytes
 
-__all__ = [
-    "COLLATES",
-    "DELAYED",
-    "LOCKS_WHAT_IT_READS",
-    "READY",
-    "SET_ASIDE",
-    "UNNAMED_BOOT",
-    "WALKS_AN_INDEX",
-    "ExactString",
-    "any_text",
-    "begin_taking",
-    "boot_name",
-    "collation_of",
-    "database_time",
-    "ddl",
-    "delete_by_id",
-    "exact_collation",
-    "limit_lock_waits",
-    "outbox_table",
-    "refuse_old_server",
-    "skips_locked",
-    "update_by_id",
-]
-
 READY: Final = 0
 DELAYED: Final = 1
 SET_ASIDE: Final = 2

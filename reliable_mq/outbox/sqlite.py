@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from reliable_mq.message import Message
     from reliable_mq.outbox.protocol import OrderingKey
 
-__all__ = ["SQLiteOutbox"]
-
 T = TypeVar("T")
 
 _APPLICATION: Final = 0x524D516F  # "RMQo": this file is an outbox

@@ -30,8 +30,6 @@ from typing import Final
 from reliable_mq.errors import OutboxError
 from reliable_mq.outbox.protocol import text_or_bytes
 
-__all__ = ["DiskReserve", "OpenFile", "is_full", "outbox_error", "uncertain"]
-
 
 class OpenFile:
     """The files that a path named when they were opened. Thread-safe.

@@ -44,8 +44,6 @@ from reliable_mq.core.outbox import (
 from reliable_mq.outbox.protocol import RowBatch
 from reliable_mq.outbox.sqlite_file import OpenFile, outbox_error
 
-__all__ = ["SQLiteRowLeases"]
-
 logger = get_logger(__name__)
 
 _BYTES_PER_TAKE: Final = 16 * 1024 * 1024

@@ -51,17 +51,6 @@ from reliable_mq.core.stage.envelope import HEADER, unstaged
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import WriteOptions
 
-__all__ = [
-    "RAW_SCHEMA",
-    "READ_SCHEMA",
-    "WRITTEN",
-    "check_read_schema",
-    "check_written_schema",
-    "decode",
-    "raw_batch",
-    "record_batch",
-]
-
 _HEADERS: Final = MapType(StringType(), StringType())
 #: The properties that are text.
 _TEXTS: Final = (

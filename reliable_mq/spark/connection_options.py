@@ -23,8 +23,6 @@ from reliable_mq.settings import ConnectionSettings
 from reliable_mq.tls import TLSOptions
 from reliable_mq.url import parse_url
 
-__all__ = ["ConnectionOptions"]
-
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _TLS: Final = {  # the Spark option for each argument that errors of `TLSOptions` name
     "ca_file": "connection.caFile",

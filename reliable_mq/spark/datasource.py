@@ -31,8 +31,6 @@ from reliable_mq.spark.sink import BatchSink, StreamSink
 from reliable_mq.spark.staged_source import StagedSource
 from reliable_mq.spark.stream_source import StreamBatch, StreamSource
 
-__all__ = ["RabbitMQDataSource", "RefusedStream"]
-
 
 class RabbitMQDataSource(PicklableByName, DataSource, metaclass=PicklableByNameMeta):
     """RabbitMQ as a data source. The argument names are Spark's."""

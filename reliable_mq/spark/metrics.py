@@ -36,8 +36,6 @@ from reliable_mq._util.logs import get_logger
 from reliable_mq._util.threads import start_daemon
 from reliable_mq.metrics.registry import Family, Reading, register
 
-__all__ = ["FAMILIES", "Exporter", "QueueStatistics", "SinkStatistics", "StreamStatistics", "exporter", "locked"]
-
 logger = get_logger(__name__)
 
 _EVERY: Final = 5.0  # seconds between two writes

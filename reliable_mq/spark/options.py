@@ -27,18 +27,6 @@ from reliable_mq.spark.connection_options import ConnectionOptions
 from reliable_mq.stage import MissingId, StageOptions
 from reliable_mq.topology import Queue
 
-__all__ = [
-    "LARGEST_PREFETCH",
-    "QueueOptions",
-    "StagedOptions",
-    "StartingPositions",
-    "StreamOptions",
-    "Timestamps",
-    "WriteOptions",
-    "read_options",
-    "write_options",
-]
-
 LARGEST_PREFETCH: Final = 65535  # AMQP transmits it in 16 bits
 _LARGEST_BYTES: Final = 100 * 2**20  # in a batch in queue mode: Spark's spark.rpc.message.maxSize is 128 MiB
 _LATEST: Final = 1000 * MAX_TIMESTAMP + 999  # milliseconds

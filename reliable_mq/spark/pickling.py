@@ -15,8 +15,6 @@ import pickle
 from abc import ABCMeta
 from typing import Any
 
-__all__ = ["PicklableByName", "PicklableByNameMeta"]
-
 
 class PicklableByNameMeta(ABCMeta):
     """A metaclass for a class that Spark pickles."""

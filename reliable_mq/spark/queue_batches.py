@@ -30,8 +30,6 @@ from reliable_mq.codec import RawDelivery
 from reliable_mq.core.consumer.delivery import Delivery
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["Batches", "QueuePosition", "size_of"]
-
 _OVERHEAD: Final = 512  # bytes per delivery in addition to its body and properties
 
 

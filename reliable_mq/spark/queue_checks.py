@@ -41,17 +41,6 @@ from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.topology import Queue
 from reliable_mq.topology.arguments import ARGUMENTS, CONSUMER_TIMEOUT, DLX, SINGLE_ACTIVE_CONSUMER
 
-__all__ = [
-    "CheckResult",
-    "QueueClaims",
-    "QueueProfile",
-    "application_directory",
-    "check_queues",
-    "delivery_limit",
-    "judge",
-    "stream_refusal",
-]
-
 logger = get_logger(__name__)
 
 _NAME: Final = "spark-check"  # of the connection, and in log lines

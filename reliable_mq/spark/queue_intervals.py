@@ -14,8 +14,6 @@ from typing import Final
 from reliable_mq._util.logs import get_logger
 from reliable_mq.errors import ConsumeError
 
-__all__ = ["LINGER", "IntervalMonitor", "longest_linger"]
-
 logger = get_logger(__name__)
 
 LINGER: Final = 0.1  # maximum seconds that a batch waits for more

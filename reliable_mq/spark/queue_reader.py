@@ -41,8 +41,6 @@ from reliable_mq.spark.queue_intervals import LINGER, IntervalMonitor, longest_l
 from reliable_mq.spark.queue_subscriptions import PrefetchChange, PrefetchChoice, PrefetchController, Subscriptions
 from reliable_mq.sync.io_thread import IOThread
 
-__all__ = ["QueueReader"]
-
 logger = get_logger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake

@@ -54,8 +54,6 @@ from reliable_mq.spark.queue_reader import QueueReader
 from reliable_mq.spark.queue_subscriptions import choose
 from reliable_mq.spark.stream_offsets import worth_having
 
-__all__ = ["QueuePartition", "QueueSource", "on_termination"]
-
 logger = get_logger(__name__)
 
 

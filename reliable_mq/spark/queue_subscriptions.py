@@ -32,8 +32,6 @@ from reliable_mq.errors import ConfigurationError
 from reliable_mq.spark.options import LARGEST_PREFETCH
 from reliable_mq.spark.queue_checks import QueueProfile, stream_refusal
 
-__all__ = ["PrefetchChange", "PrefetchChoice", "PrefetchController", "Subscriptions", "choose"]
-
 _CAREFUL: Final = 2000  # maximum prefetch if a crash counts against deliveries that were read ahead
 _STEADY: Final = 64  # maximum prefetch if renewing the subscription may activate another consumer
 _GROWTH: Final = 64  # maximum prefetch, as a multiple of the deliveries whose size is known

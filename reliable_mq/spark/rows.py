@@ -42,8 +42,6 @@ from reliable_mq.errors import ConfigurationError, PublishError, PublishRefused
 from reliable_mq.message import Message
 from reliable_mq.spark.options import WriteOptions
 
-__all__ = ["MessageIds", "Outgoing", "RowPlan", "UnsendableRow", "letter_of_message", "letter_of_row", "written_values"]
-
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _name: Final = itemgetter(0)  # of an entry of a map
 

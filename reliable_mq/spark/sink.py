@@ -54,8 +54,6 @@ from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology import Queue
 
-__all__ = ["BatchSink", "StreamSink", "WrittenPartition", "close_all", "publisher_pool"]
-
 logger = get_logger(__name__)
 
 _IDLE_SECONDS: Final = 30.0

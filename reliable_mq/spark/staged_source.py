@@ -21,8 +21,6 @@ from reliable_mq.spark.stream_offsets import from_checkpoint
 from reliable_mq.spark.stream_source import StreamSource
 from reliable_mq.stage import StageOptions, StageRelay
 
-__all__ = ["StagedSource"]
-
 logger = get_logger(__name__)
 
 _DECLARED: Final = 60.0  # seconds for the stage to be declared

@@ -47,22 +47,6 @@ from reliable_mq.monitoring.management import ManagementAPI, ManagementError, ro
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
 
-__all__ = [
-    "PartitionFinder",
-    "StreamChannel",
-    "StreamEnd",
-    "bound_partitions",
-    "end_of",
-    "exists",
-    "first_offsets",
-    "first_offsets_and_next",
-    "from_host",
-    "has_newest",
-    "is_shorter",
-    "offset_of",
-    "offsets_at",
-]
-
 logger = get_logger(__name__)
 
 

@@ -23,18 +23,6 @@ from pyspark.sql.datasource import InputPartition
 from reliable_mq.codec.tables import MAX_TIMESTAMP
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "Positions",
-    "StreamRange",
-    "from_checkpoint",
-    "limited",
-    "marked_initial",
-    "ranges_of",
-    "second",
-    "split",
-    "worth_having",
-]
-
 #: The next offset to read, by stream.
 Positions = Mapping[str, int]
 

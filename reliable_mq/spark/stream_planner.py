@@ -37,8 +37,6 @@ from reliable_mq.spark.stream_broker import (
 )
 from reliable_mq.spark.stream_offsets import second
 
-__all__ = ["StreamPlanner"]
-
 logger = get_logger(__name__)
 
 _FRESH: Final = 0.25  # seconds for which a looked-up end stays valid: Spark requests it every 10 ms

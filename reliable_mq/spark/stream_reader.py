@@ -35,8 +35,6 @@ from reliable_mq.spark.queue_subscriptions import PrefetchChoice, PrefetchContro
 from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets, from_host, is_shorter, offset_of
 from reliable_mq.spark.stream_offsets import StreamRange
 
-__all__ = ["RangeReader", "ValueFilter"]
-
 logger = get_logger(__name__)
 
 _ROWS: Final = 2000  # rows of an Arrow batch, and deliveries to wait for

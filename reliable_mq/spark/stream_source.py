@@ -35,8 +35,6 @@ from reliable_mq.spark.stream_offsets import StreamRange, from_checkpoint, limit
 from reliable_mq.spark.stream_planner import StreamPlanner
 from reliable_mq.spark.stream_reader import RangeReader
 
-__all__ = ["StreamBatch", "StreamSource"]
-
 logger = get_logger(__name__)
 
 _AWAY: Final = 1.0  # seconds between two attempts to reach the broker

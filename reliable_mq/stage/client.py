@@ -60,8 +60,6 @@ from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeErr
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 
-__all__ = ["TRANSITIONS", "RelayClient", "RelayState"]
-
 logger = get_logger(__name__)
 
 _CLOSE_GRACE: Final = 3.0  # seconds for the closing handshake

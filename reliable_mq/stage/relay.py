@@ -21,8 +21,6 @@ from reliable_mq.settings import ConnectionSettings
 from reliable_mq.stage.client import RelayClient, RelayState
 from reliable_mq.url import parse_url
 
-__all__ = ["StageRelay"]
-
 _LONG_TAIL: Final = 64_000  # messages
 
 

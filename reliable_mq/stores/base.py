@@ -34,23 +34,6 @@ from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import UsageError
 
-__all__ = [
-    "DAY",
-    "FORMAT",
-    "AsyncStore",
-    "ClaimAnswer",
-    "Held",
-    "PurgePace",
-    "Queries",
-    "StoreBase",
-    "SyncStore",
-    "UnansweredClaims",
-    "held_by",
-    "microseconds",
-    "stored_key",
-    "unique",
-]
-
 T = TypeVar("T")
 FORMAT: Final = 1  # the format of records; claiming a record of another format results in `ClaimStatus.UNREADABLE`
 DAY: Final = 86400.0

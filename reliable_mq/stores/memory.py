@@ -23,8 +23,6 @@ from reliable_mq.core.idempotency import Claim, ClaimStatus
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores.base import DAY
 
-__all__ = ["MemoryStore"]
-
 _new_claim: Final = Claim._make  # costs a third of a call with arguments
 
 

@@ -16,8 +16,6 @@ from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.core.idempotency import LEASE, Claim, check_options
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["AsyncIdempotencyStore", "IdempotencyStore", "ResettableStore", "check_reset_options", "resettable"]
-
 
 @runtime_checkable
 class IdempotencyStore(Protocol):

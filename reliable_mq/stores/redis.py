@@ -38,8 +38,6 @@ from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import DAY, AsyncStore, ClaimAnswer, Held, Queries, StoreBase, SyncStore, microseconds
 
-__all__ = ["CLAIM", "COMPLETE", "RELEASE", "RESET", "AsyncRedisStore", "RedisStore"]
-
 T = TypeVar("T")
 _KEYS_PER_SCRIPT: Final = 1000  # at most; Lua's stack holds only about 8000 values
 

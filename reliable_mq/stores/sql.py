@@ -41,8 +41,6 @@ from reliable_mq.core.idempotency import ClaimStatus
 from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import FORMAT, ClaimAnswer, Held, PurgePace, Queries, StoreBase, microseconds
 
-__all__ = ["Dialect", "MySQL", "PostgreSQL", "Query", "SQLStoreBase", "SQLite", "Steps", "Transaction", "checked_table"]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

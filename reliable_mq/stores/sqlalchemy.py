@@ -46,8 +46,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.idempotency import InboxClaim
     from reliable_mq.stores.sql import Transaction
 
-__all__ = ["AsyncSQLAlchemyStore", "SQLAlchemyStore"]
-
 T = TypeVar("T")
 _GRACE: Final = 1.0  # seconds for a statement to end before its user rolls back on the same connection
 

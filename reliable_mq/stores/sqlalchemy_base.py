@@ -58,8 +58,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.idempotency import InboxClaim
     from reliable_mq.stores.sql import Transaction
 
-__all__ = ["ATTEMPTS", "SQLAlchemyBase", "inbox_claims_of", "mark", "worth_creating_again"]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

@@ -28,8 +28,6 @@ from reliable_mq.errors import ConfigurationError, IdempotencyStoreError
 from reliable_mq.stores.base import DAY, SyncStore
 from reliable_mq.stores.sql import SQLite, SQLStoreBase, Steps, Transaction, checked_table
 
-__all__ = ["SQLiteStore"]
-
 T = TypeVar("T")
 _PAUSE_AT_WAL: Final = 0.01  # seconds between attempts to switch a new file to WAL mode
 

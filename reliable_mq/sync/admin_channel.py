@@ -24,8 +24,6 @@ from reliable_mq.errors import BrokerUnavailable, ReliableMQError, UsageError
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.io_thread import IOThread
 
-__all__ = ["AdminChannel"]
-
 _GRACE = 5.0  # seconds for a closing handshake, and beyond the driver's own deadlines
 _COUNTS = 3  # times that a queue is counted before a count in doubt is believed
 _COUNT_AGAIN = 0.3  # seconds before a queue is counted again

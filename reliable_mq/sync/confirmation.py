@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.errors import PublishError
 
-__all__ = ["CHECK_EVERY", "IS_BLOCKED", "LATE", "PATIENCE", "CallbackOwner", "Confirmation", "time_to_wait"]
-
 CHECK_EVERY = 0.1
 """Seconds after which a waiting caller checks its condition itself."""
 

@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from types import FrameType, TracebackType
 
     from reliable_mq.engine.consumer_options import ConsumerOptions
-    from reliable_mq.sync.subscription import PulledDelivery
-
-__all__ = ["Consumer", "run_to_signal"]
+    from reliable_mq.engine.pull import PulledDelivery
 
 logger = get_logger(__name__)
 

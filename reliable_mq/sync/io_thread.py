@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.engine.connection import ConnectionArguments
 
-__all__ = ["IOThread"]
-
 logger = get_logger(__name__)
 
 _ABORT_GRACE = 3.0  # seconds that `close` waits beyond its timeout for the thread to abort and end

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from reliable_mq.outbox.protocol import Outbox, RowLeases
     from reliable_mq.outbox.relay import RowPublisher
 
-__all__ = ["OutboxChannel", "RelayPublisher", "StoredConfirmation"]
-
 logger = get_logger(__name__)
 
 T = TypeVar("T")

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.publication import Receipt
     from reliable_mq.outbox.protocol import Outbox
 
-__all__ = ["PublishReport", "Publisher"]
-
 logger = get_logger(__name__)
 
 

@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from reliable_mq.engine.publisher_options import PublisherOptions
     from reliable_mq.engine.steps import Steps
 
-__all__ = ["PublisherChannel", "WindowWaiters"]
-
 
 class WindowWaiters:
     """Callers on other threads that wait for a window. All methods need the lock.

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import ReliableMQError
     from reliable_mq.sync.publisher import Publisher
 
-__all__ = ["PullSubscription", "PulledDelivery", "Republisher", "Subscription"]
-
 logger = get_logger(__name__)
 
 _LOG_THREAD_EVERY = 60.0  # seconds

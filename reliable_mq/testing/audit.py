@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing.virtual_host import VirtualHost
 
-__all__ = ["Audit", "AuditResult"]
-
 _SHOWN = 5
 
 

@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing.management import Management
 
-__all__ = ["ClusterNode", "RabbitMQCluster"]
-
 T = TypeVar("T")
 
 _LARGEST: Final = 9

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.testing.server import Server
 
-__all__ = ["ProxiedConnection", "ProxiedSocket", "Stream"]
-
 logger = get_logger(__name__)
 _BACKLOG: Final = 256 * 1024
 _THROTTLED_BACKLOG: Final = 64 * 1024

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from docker.models.containers import Container
 
-__all__ = ["OWNER_LABEL", "ContainedServer", "File", "connect_to_docker", "has_image", "owner", "remove_leftovers"]
-
 OWNER_LABEL: Final = "reliable-mq.testing.owner"
 _LOOPBACK: Final = frozenset({"localhost", "127.0.0.1"})
 _START_ATTEMPTS: Final = 10

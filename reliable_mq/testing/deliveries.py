@@ -14,8 +14,6 @@ from reliable_mq.core.idempotency import Claim, ClaimStatus, InboxClaim
 if TYPE_CHECKING:
     from reliable_mq.message import Message
 
-__all__ = ["make_delivery"]
-
 
 def make_delivery(
     message: Message,

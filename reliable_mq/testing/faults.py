@@ -22,22 +22,6 @@ from typing import Final, Literal, Protocol
 from reliable_mq.errors import ConfigurationError
 from reliable_mq.testing.frames import BODY, CONTENT_KEYS, HEADER, Frame
 
-__all__ = [
-    "DIRECTIONS",
-    "ConfirmGate",
-    "ConfirmMode",
-    "Cut",
-    "CutAt",
-    "Direction",
-    "FrameFault",
-    "LinkConditions",
-    "Rewrite",
-    "RewriteFunction",
-    "Step",
-    "checked_direction",
-    "directions_of",
-]
-
 Direction = Literal["to_broker", "to_client"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("to_broker", "to_client")
 

@@ -23,23 +23,6 @@ from reliable_mq.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "Chunk",
-    "Frame",
-    "Splitter",
-    "basic_ack",
-    "basic_cancel",
-    "basic_nack",
-    "channel_close",
-    "connection_blocked",
-    "connection_close",
-    "connection_unblocked",
-    "key_of",
-    "method",
-    "name_of",
-    "parse",
-]
-
 METHOD: Final = 1
 HEADER: Final = 2
 BODY: Final = 3

@@ -15,8 +15,6 @@ from urllib.parse import quote
 
 from reliable_mq.errors import LabError
 
-__all__ = ["Management", "ManagementAPIError"]
-
 _DIRECTLY: Final = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # without the proxy of `http_proxy`
 
 

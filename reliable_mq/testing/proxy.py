@@ -51,8 +51,6 @@ if TYPE_CHECKING:
     from types import TracebackType
     from typing import Self
 
-__all__ = ["FaultProxy", "FaultProxyFactory"]
-
 T = TypeVar("T")
 _CONTROL_TIMEOUT: Final = 10.0
 Directions = Literal["to_broker", "to_client", "both"]

@@ -24,8 +24,6 @@ from reliable_mq.testing.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Alarm", "RabbitMQ", "default_image"]
-
 Alarm = Literal["memory", "disk"]
 
 AMQP, AMQPS, MANAGEMENT, STREAM, PROMETHEUS = 5672, 5671, 15672, 5552, 15692

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["Server", "Upstream", "count_of", "server_context"]
-
 _CONNECT_TIMEOUT: Final = 10.0
 _BACKLOG: Final = 128
 _DEFAULT_PORTS: Final = {"amqp": 5672, "amqps": 5671}

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     BrokerOrCluster: TypeAlias = RabbitMQ | RabbitMQCluster
 
-__all__ = ["VirtualHost"]
-
 # For quorum queues, the counts of rabbitmqctl and the management API are seconds old, so this expression queries the
 # queues. A query may miss changes that are not on the disk, such as the acks of a client that has just disconnected.
 # Therefore, a command that changes nothing goes first: it completes only after all earlier changes.

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["until", "wait_until"]
-
 T = TypeVar("T")
 
 

@@ -10,7 +10,7 @@ Invariants:
 - A user's ``arguments`` take precedence over our defaults. If they contradict a field, an error is raised.
 """
 
-from reliable_mq.topology.arguments import TopologyWarning
+from reliable_mq.topology.arguments import QueueType, TopologyWarning
 from reliable_mq.topology.declare import (
     Binding,
     Declaration,
@@ -21,7 +21,7 @@ from reliable_mq.topology.declare import (
     mismatch_from_differences,
     mismatch_from_reply,
 )
-from reliable_mq.topology.queue import DEAD_SUFFIX, DEFAULT, DefaultDeadLetter, Queue, QueueType
+from reliable_mq.topology.queue import DEAD_SUFFIX, DEFAULT, DefaultDeadLetter, Queue
 
 __all__ = [
     "DEAD_SUFFIX",

@@ -21,25 +21,6 @@ from typing import Any, Final, Literal
 from reliable_mq._util.validation import SHORT_STRING_BYTES, is_text, is_whole_number, seconds
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "ARGUMENTS",
-    "CONSUMER_TIMEOUT",
-    "DEAD_LETTER_STRATEGY",
-    "DLX",
-    "DLX_KEY",
-    "REPLICATED",
-    "SINGLE_ACTIVE_CONSUMER",
-    "Argument",
-    "ArgumentProblem",
-    "Arguments",
-    "QueueType",
-    "TopologyWarning",
-    "check_name",
-    "check_new_name",
-    "check_short_string",
-    "lint_arguments",
-]
-
 QueueType = Literal["quorum", "classic", "stream"]
 
 # The names that other modules use, too. A DLX is a dead-letter exchange.

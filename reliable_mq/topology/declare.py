@@ -19,17 +19,6 @@ from reliable_mq.errors import ConfigurationError, Difference, TopologyMismatch
 from reliable_mq.topology.arguments import Arguments, check_name, check_new_name, check_short_string
 from reliable_mq.topology.queue import Queue
 
-__all__ = [
-    "Binding",
-    "Declaration",
-    "Exchange",
-    "Inequivalence",
-    "declarations",
-    "inequivalence_from_reply",
-    "mismatch_from_differences",
-    "mismatch_from_reply",
-]
-
 _TYPES: Final = ("direct", "topic", "fanout", "headers")
 _ALTERNATE: Final = "alternate-exchange"
 

@@ -23,8 +23,6 @@ from reliable_mq.topology.arguments import (
     lint_arguments,
 )
 
-__all__ = ["DEFAULT", "DefaultDeadLetter", "Queue", "QueueType"]
-
 
 class DefaultDeadLetter(enum.Enum):
     """The type of `DEFAULT`, the default of `Queue.dead_letter`."""

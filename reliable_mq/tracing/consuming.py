@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Endpoint
     from reliable_mq.tracing.tracing import Tracing
 
-__all__ = ["ConsumerTracer"]
-
 _DESTINATIONS_KEPT: Final = 1024  # attributes of spans, by exchange and routing key
 _EMPTY: Final = Context()
 

@@ -39,16 +39,6 @@ if TYPE_CHECKING:
     from opentelemetry.propagators.textmap import TextMapPropagator
     from opentelemetry.trace import Span
 
-__all__ = [
-    "TRACEPARENT",
-    "AttemptContext",
-    "Propagation",
-    "context_of",
-    "context_of_attempt",
-    "ids_of",
-    "traceparent_in",
-]
-
 TRACEPARENT: Final = "traceparent"
 _BAGGAGE: Final = "baggage"  # not part of a trace context
 _W3C: Final = frozenset({TRACEPARENT, "tracestate"})

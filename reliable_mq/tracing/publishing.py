@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Endpoint
     from reliable_mq.tracing.tracing import TracerErrors, Tracing
 
-__all__ = ["PublisherTracer", "SendTrace", "with_headers"]
-
 _DESTINATIONS_KEPT: Final = 1024  # names and attributes of spans, by exchange and routing key
 _NOTHING: Final[Mapping[str, str]] = {}
 

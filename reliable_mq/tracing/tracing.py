@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.message import Message
 
-__all__ = ["CopyTracing", "TracerErrors", "Tracing"]
-
 logger = get_logger(__name__)
 
 #: The version of the semantic conventions for names, kinds and attributes.

@@ -37,8 +37,6 @@ from reliable_mq._util.validation import check_collection, ip_address
 from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["SHORTEST_TOKEN", "Guard", "UserOf", "is_of_another_site"]
-
 #: A function that returns the user's name for the audit log, or None to refuse the request. Only a name admits a user.
 UserOf: TypeAlias = Callable[[Request], str | None]
 

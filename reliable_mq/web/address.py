@@ -19,8 +19,6 @@ from reliable_mq.deadletters import Filter
 from reliable_mq.deadletters.filter import Filterable, age_in_seconds
 from reliable_mq.errors import ConfigurationError
 
-__all__ = ["FIELDS", "Choice", "Fields", "ago", "encoded", "exactly", "group_of"]
-
 _MOST_FIELDS: Final = 2000
 _SINGLE: Final = frozenset({"exception", "reason", "from-queue", "older-than", "newer-than", "group"})
 _WORDS: Final = {

@@ -22,8 +22,6 @@ from reliable_mq.core.consumer.attempts import printable
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage
 
-__all__ = ["FORMS", "Body", "body_as", "edit_problem", "rows_of_headers", "visible"]
-
 #: The forms of a body.
 FORMS: Final = ("json", "text", "hex")
 _SHOWN: Final = 64 * 1024  # bytes of a body as text or JSON

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from reliable_mq.deadletters import ReplayReport
     from reliable_mq.web.address import Choice
 
-__all__ = ["Job", "JobState", "Jobs"]
-
 logger = get_logger(__name__)
 
 _KEPT: Final = 100  # operations, including those that have ended

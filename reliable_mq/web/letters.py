@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from reliable_mq.settings import Credentials, CredentialsCallback
     from reliable_mq.tls import TLSOptions
 
-__all__ = ["KEPT_BYTES", "MOST", "Letter", "LetterGroup", "QueueReading", "QueueSummary", "Source"]
-
 #: The maximum number of letters in a reading.
 MOST: Final = 200_000
 #: The maximum total size of properties and bodies in a reading, in bytes.

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.stores.protocol import ResettableStore
 
-__all__ = ["AuditLog", "Operations", "ReplayOptions"]
-
 logger = get_logger(__name__)
 _audit_logger = get_logger("reliable_mq.web.audit")
 

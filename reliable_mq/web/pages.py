@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from reliable_mq.web.access import Guard
     from reliable_mq.web.letters import Letter, QueueReading, Source
 
-__all__ = ["Pages"]
-
 _ON_A_PAGE: Final = 50  # letters
 _GROUPS: Final = 12
 _ALL_GROUPS: Final = 500

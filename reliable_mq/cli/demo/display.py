@@ -22,8 +22,6 @@ from reliable_mq.cli.demo.scenario import BrokerState, Outages, Progress, Shop
 from reliable_mq.cli.terminal import INTERRUPTED, escaped, output, say
 from reliable_mq.testing.audit import AuditResult
 
-__all__ = ["BrokerStatus", "DemoResult", "LinesDisplay", "LiveDisplay", "Story", "display_for", "run"]
-
 _POLL: Final = 0.1  # seconds
 _STANDSTILL: Final = 120.0  # seconds without any progress after which the demo ends with an error
 _EVENTS_SHOWN: Final = 8

@@ -43,8 +43,6 @@ from reliable_mq.topology import DEAD_SUFFIX, Queue
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-__all__ = ["BrokerState", "Outages", "Progress", "Shop", "fails_once", "is_poison"]
-
 _NAME: Final = "reliable-mq demo"
 _AT_A_TIME: Final = 50  # orders between two waits
 _HANDLERS: Final = 4

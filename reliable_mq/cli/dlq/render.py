@@ -21,18 +21,6 @@ from reliable_mq.cli.terminal import INTERRUPTED, errors, escaped, plain_table, 
 if TYPE_CHECKING:
     from reliable_mq.deadletters import DeadMessage, Statistics
 
-__all__ = [
-    "age",
-    "details",
-    "interruptible",
-    "listing",
-    "progress_bar",
-    "statistics_json",
-    "statistics_tables",
-    "summary",
-    "summary_json",
-]
-
 _FACTS: Final = (
     ("reason", "reason"),
     ("exception", "exception_type"),

@@ -27,16 +27,6 @@ from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.tls import TLSOptions, server_hostname
 from reliable_mq.topology.arguments import REPLICATED
 
-__all__ = [
-    "HostEntry",
-    "examine_alarms",
-    "examine_cluster",
-    "examine_host",
-    "examine_limits",
-    "examine_version",
-    "remaining_validity",
-]
-
 _BROKER: Final = "broker"
 _PLAIN_PORT: Final = 5672
 _TLS_PORT: Final = 5671

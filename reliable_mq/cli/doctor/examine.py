@@ -30,8 +30,6 @@ from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology.arguments import check_name
 
-__all__ = ["examine", "examine_permissions"]
-
 _NO_API: Final = "Enable the plugin rabbitmq_management, give the user the tag 'monitoring', or use --management-url."
 _NO_ACCESS: Final = frozenset({http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN, http.HTTPStatus.NOT_FOUND})
 _NOT_VERIFIED: Final = (

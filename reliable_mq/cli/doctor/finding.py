@@ -19,8 +19,6 @@ from reliable_mq.cli.terminal import escaped, json_text, output, plain_table
 if TYPE_CHECKING:
     from reliable_mq.settings import ConnectionSettings
 
-__all__ = ["Finding", "Status", "show", "worst", "write_json"]
-
 
 class Status(enum.Enum):
     NOTE = "note"  # about something that no client can read

@@ -14,8 +14,6 @@ from reliable_mq.topology.arguments import ARGUMENTS
 if TYPE_CHECKING:
     from reliable_mq.monitoring.management import ManagementAPI
 
-__all__ = ["QueueView", "Route", "Snapshot"]
-
 _KINDS: Final[Mapping[str, Mapping[str, type | tuple[type, ...]]]] = {
     "queues": {
         "type": str,

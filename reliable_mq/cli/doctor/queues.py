@@ -25,16 +25,6 @@ from reliable_mq.core.retry.delay_queues import DelayQueue
 from reliable_mq.topology import DEAD_SUFFIX
 from reliable_mq.topology.arguments import ARGUMENTS, DEAD_LETTER_STRATEGY, REPLICATED, lint_arguments
 
-__all__ = [
-    "dead_letter_queues",
-    "examine_copies",
-    "examine_dead_letters",
-    "examine_delay_queue",
-    "examine_quarantine",
-    "examine_queues",
-    "waits_to_come_back",
-]
-
 _COPIES: Final = 3  # enough copies to lose one
 _WAITING: Final = re.compile(r"delay|retry|wait|backoff", re.IGNORECASE)
 _AFRESH: Final = "Wait until it is empty, then delete it. A consumer declares it correctly when it connects next."

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.connection.interfaces import ConnectAttempt
 
-__all__ = ["Connection", "Transports"]
-
 _DRIVER: Final = f"aiormq {version('aiormq')}"
 
 

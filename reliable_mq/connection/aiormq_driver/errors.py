@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
-__all__ = ["MechanismNotOffered", "link_error"]
-
 
 class MechanismNotOffered(Exception):
     """The broker does not offer our SASL mechanism."""

@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from reliable_mq.connection.aiormq_driver.loop import EventLoop
     from reliable_mq.connection.interfaces import ConnectAttempt, LinkEvents, TimerHandle
 
-__all__ = ["Link"]
-
 logger = get_logger(__name__)
 
 _NUMERIC = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV

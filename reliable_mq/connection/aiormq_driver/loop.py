@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.connection.interfaces import TimerHandle
 
-__all__ = ["EventLoop"]
-
 
 class EventLoop:
     """The running asyncio loop, for one connection after the other."""

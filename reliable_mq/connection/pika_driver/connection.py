@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from reliable_mq.connection.pika_driver.link import Link
     from reliable_mq.connection.pika_driver.loop import EventLoop
 
-__all__ = ["Connection", "connection_parameters"]
-
 _RECEIVE_BYTES = 256 * 1024  # pika's default of 4 KiB costs a system call and a pass through four layers per delivery
 _TLS_BYTES = 64 * 1024  # to send at once over TLS
 

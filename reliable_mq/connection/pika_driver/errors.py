@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from reliable_mq.errors import BrokerUnavailable
     from reliable_mq.settings import Endpoint
 
-__all__ = ["broker_error"]
-
 
 def broker_error(
     cause: BaseException | None,

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from reliable_mq.connection.pika_driver.loop import EventLoop
     from reliable_mq.settings import Endpoint
 
-__all__ = ["Link"]
-
 
 class Link(BaseLink):
     """An attempt to connect, and the connection if it succeeds. On its loop only."""

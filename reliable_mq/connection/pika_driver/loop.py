@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reliable_mq.connection.interfaces import TimerHandle
     from reliable_mq.connection.lookups import Lookup
 
-__all__ = ["EventLoop", "SelfPipe"]
-
 
 class SelfPipe:
     """A pair of sockets, one of which the loop watches."""

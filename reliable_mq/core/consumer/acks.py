@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["AckBatcher", "Frames", "StreamOffset", "check_prefetch"]
-
 _LARGEST_BATCH = 100  # the maximum number of acks that one frame replaces, unless ``ack_every`` is larger
 _STEPS = 64  # tags that are always worth stepping through
 _CLOCK_SKEW: Final = 5.0  # seconds by which the clocks of the broker and of this process may differ

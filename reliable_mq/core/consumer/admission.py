@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.statistics import ConsumerStatistics
 
-__all__ = ["Admission", "AdmissionResult", "used_up"]
-
 _OURS: Final = headers.PREFIX.encode()
 _UNLIMITED: Final = 1 << 62
 _MOST_OF_OURS: Final = 4096  # the maximum bytes of headers of ours on a message that has waited

@@ -39,20 +39,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = [
-    "BROKER_COUNTS",
-    "AttemptHistory",
-    "AttemptTracker",
-    "Failure",
-    "Kinds",
-    "NewerFormat",
-    "broker_counts",
-    "describe",
-    "failures_from_headers",
-    "printable",
-    "shown",
-]
-
 #: RabbitMQ's counts of the deliveries from one queue. They are not part of the message, and would mislead in another
 #: queue.
 BROKER_COUNTS: Final = ("x-delivery-count", "x-acquired-count")

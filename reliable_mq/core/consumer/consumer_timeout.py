@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.core.reconnect import ConnectionLoss
 
-__all__ = ["WARN_AT", "ConsumerTimeout", "ConsumerTimeoutMonitor", "consumer_timeout_of"]
-
 #: The part of the consumer timeout after which a warning is logged for an unacked delivery.
 WARN_AT: Final = 0.75
 _SLACK_SHARE: Final = 0.02  # the part of the timeout for which a delivery may have been on its way

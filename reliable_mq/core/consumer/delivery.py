@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.idempotency import Claim, InboxClaim
 
-__all__ = ["TRANSITIONS", "ChannelGeneration", "Delivery", "DeliveryState", "message_name", "message_names"]
-
 _NAMED: Final = 5  # messages that a log line names
 _SETTLING: Final = ("ack", "nack", "reject")  # methods of other libraries' messages
 

@@ -24,8 +24,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["CHECK_EVERY", "DeliveryWatch"]
-
 CHECK_EVERY: Final = 60.0  # seconds between two checks
 _IN_A_ROW: Final = 2  # counts with ready messages
 

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.kill_switch import KillSwitchMonitor
     from reliable_mq.core.consumer.quarantine import Quarantine
 
-__all__ = ["Batcher", "Dispatcher", "Work", "deliveries_of", "verdicts"]
-
 _RUNNING: Final = DeliveryState.RUNNING  # a global is looked up faster than a member of an enum
 #: One delivery, or a batch for a batch handler.
 Work: TypeAlias = Delivery | list[Delivery]

@@ -65,28 +65,6 @@ from reliable_mq.core.idempotency import (
 )
 from reliable_mq.errors import IdempotencyStoreError
 
-__all__ = [
-    "ClaimKeys",
-    "ClaimPolicy",
-    "Complete",
-    "Failed",
-    "GroupProgress",
-    "GroupRemainder",
-    "Handling",
-    "NotStarted",
-    "Release",
-    "Result",
-    "RunHandler",
-    "SkipReason",
-    "Skipped",
-    "Step",
-    "delivery_of",
-    "failure_of_handler",
-    "handling",
-    "settling",
-    "settling_rest",
-]
-
 T = TypeVar("T")
 
 _STALE: Final = "the lease ended before the handler did, and another holder took over; or the store lost the claim"

@@ -25,8 +25,6 @@ from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import DeadLetter, RetryLater
 
-__all__ = ["check_answer", "check_handler", "is_coroutine_function"]
-
 
 def is_coroutine_function(handler: object) -> bool:
     """Return whether ``handler`` is a coroutine function, or is called as one."""

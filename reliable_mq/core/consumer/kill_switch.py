@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.retry import KillSwitch
 
-__all__ = ["TRANSITIONS", "KillSwitchMonitor", "KillSwitchState"]
-
 _PARTS: Final = 10  # the parts of the window, which expire one by one
 
 

@@ -27,18 +27,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = [
-    "CANCEL_WAIT",
-    "LINGER",
-    "PAUSE",
-    "TRANSITIONS",
-    "ChannelStep",
-    "ConsumerLifecycle",
-    "ConsumerState",
-    "Resubscribe",
-    "SubscriptionChange",
-]
-
 CANCEL_WAIT: Final = 1.0  # seconds that a stop waits for cancel-ok, if `stop_timeout` is shorter
 PAUSE: Final = 0.1  # seconds that a stop waits for quick handlers before it requeues the rest
 LINGER: Final = 0.3  # seconds before the channel is closed after many acks, or for another prefetch

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
-__all__ = ["OutcomeHandler"]
-
 _UNIDENTIFIED: Final = (
     "not handed to a handler: it has no message_id, or idempotency_key gave none, by which the idempotency store would "
     "know it; give the consumer an idempotency_key, a function of a delivery, that gives one"

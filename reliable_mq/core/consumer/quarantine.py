@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["QUARANTINE_SUFFIX", "TRANSITIONS", "Quarantine", "QuarantineState", "failures_by_broker", "returns"]
-
 #: The number of returns without a verdict from which a message is suspect. A neighbour may have caused the first.
 SUSPECT_FROM: Final = 2
 #: The same, for returns that may have been regular.

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from reliable_mq.retry import RetryPolicy
     from reliable_mq.topology import Queue
 
-__all__ = ["Actions", "ConsumerSession"]
-
 _SPARE: Final = 1000  # unacked deliveries that are always accepted, whatever the prefetch is
 _SHORTEST_POLL: Final = 0.02  # the minimum seconds between polls while handlers run
 

@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.statistics import ConsumerStatistics
     from reliable_mq.topology import Queue
 
-__all__ = ["LogEvent", "LogEventKind", "RepublishQueue", "SettledDeliveries", "Settlement"]
-
 
 class RepublishQueue:
     """Messages to publish in place of deliveries: dead letters, retries, suspects.

@@ -55,8 +55,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import BrokerReply
 
-__all__ = ["BLAMES_A_PUBLISH", "ChannelErrorBisector", "named_by", "processed"]
-
 # Connection-level reply codes that a publish can provoke. The others result from the broker's state: CONNECTION_FORCED,
 # NOT_ALLOWED on a deleted virtual host, ...
 BLAMES_A_PUBLISH = frozenset(

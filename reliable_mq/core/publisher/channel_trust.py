@@ -51,9 +51,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.publisher.publication import Publication
 
-__all__ = ["ChannelTrust"]
-
-
 _MAX_BLAMED = 1024  # destinations
 _BLAMED_FOR = 20  # confirm timeouts
 _DRAINED_WITHIN = 0.1  # confirm timeouts

@@ -36,8 +36,6 @@ from reliable_mq.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-__all__ = ["ConfirmTracker", "SequencedItems"]
-
 T = TypeVar("T")
 
 _TIDY_EVERY = 1024  # slots

@@ -28,8 +28,6 @@ from reliable_mq.core.publisher.publication import Publication
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["PublishDeadlines"]
-
 P = TypeVar("P", bound=Publication)
 
 _SETTLED_KEPT = 64  # settled publishes that may always be held

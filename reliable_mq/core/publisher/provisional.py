@@ -27,8 +27,6 @@ from reliable_mq.core.publisher.trace import PublicationEvent, record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["ProvisionalConfirms"]
-
 P = TypeVar("P", bound=Publication)
 
 _ROUND_TRIPS: Final = 7  # the number of round trips that prove that the broker has run

@@ -36,18 +36,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.publisher.trace import PublicationTrace
     from reliable_mq.message import Message
 
-__all__ = [
-    "TRANSITIONS",
-    "BrokerReply",
-    "Outcome",
-    "Publication",
-    "PublicationState",
-    "PublishReport",
-    "Receipt",
-    "StoredPublication",
-    "summary",
-]
-
 
 class PublicationState(enum.Enum):
     """The state of an accepted publish, which begins as `READY`."""

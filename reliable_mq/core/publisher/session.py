@@ -62,8 +62,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.new_queues import NewQueues
     from reliable_mq.retry import RetryPolicy
 
-__all__ = ["PublisherSession"]
-
 P = TypeVar("P", bound=Publication)
 
 # Bound once, because an enum attribute lookup costs as much as the rest of a change of state.

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from reliable_mq.codec import FieldValue
     from reliable_mq.core.publisher.publication import Publication
 
-__all__ = ["PublicationEvent", "PublicationTrace", "encode_traced", "record"]
-
 
 class PublicationEvent(enum.Enum):
     """An event in the life of a publish that its trace shows, beside its outcome."""

@@ -28,8 +28,6 @@ from reliable_mq.message import Message
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["MessageIdQueue", "MessageLimits", "PublishWindow", "is_too_large", "no_message"]
-
 _TARGETS_KEPT: Final = 4096  # pairs of exchange and routing key known to be valid
 _DUPLICATE_HEADER_BYTES: Final = 64  # the maximum size of the header that marks a possible duplicate
 

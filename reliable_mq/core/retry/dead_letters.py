@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from reliable_mq.core.consumer.delivery import Delivery
     from reliable_mq.topology import Declaration
 
-__all__ = ["DeadLetters", "RepublishReason", "RepublishRequest", "failure_headers"]
-
 _EMPTY: Final[Mapping[str, object]] = {}
 _CLEARED: Final = ("user_id", "expiration")
 _DROPPED: Final = (

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.retry import RetryPolicy
 
-__all__ = ["LONGEST_PATH", "DelayQueue", "DelayQueues"]
-
 #: RabbitMQ's longest time to live, ten years, in milliseconds.
 LONGEST: Final = 315_360_000_000
 SERIES: Final = tuple(step * 10**power for power in range(2, 12) for step in (1, 2, 5) if step * 10**power <= LONGEST)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from reliable_mq.core.consumer.delivery import Delivery
 
-__all__ = ["BeforeRetry", "RetryState", "before_retry", "decode_retry_headers", "encode_retry_headers"]
-
 DEATHS: Final = (
     "x-death",
     "x-first-death-exchange",

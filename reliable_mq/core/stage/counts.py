@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from reliable_mq.codec.methods import QueueState
 
-__all__ = ["QueueCounts"]
-
 _IN_A_ROW: Final = 2
 
 

@@ -28,21 +28,6 @@ from typing import Final, NamedTuple
 from reliable_mq.codec import CodecError, Properties, RawDelivery, header_frame_size
 from reliable_mq.errors import ConfigurationError
 
-__all__ = [
-    "HEADER",
-    "MOST_MESSAGES",
-    "UNKNOWN",
-    "Entry",
-    "Mark",
-    "identity",
-    "marker",
-    "message_id_of",
-    "messages_in",
-    "original_parts",
-    "staged",
-    "unstaged",
-]
-
 HEADER: Final = "x-reliable-mq-stage"
 """The header of an entry."""
 

@@ -28,9 +28,6 @@ from reliable_mq.core.stage.envelope import MOST_MESSAGES
 from reliable_mq.errors import ConfigurationError, TopologyMismatch
 from reliable_mq.topology import Binding, Declaration, Exchange, Queue
 
-__all__ = ["MissingId", "StageOptions", "shard"]
-
-
 _AGE: Final = re.compile(r"[1-9][0-9]{0,8}[YMDhms]")
 _SECONDS: Final = {"Y": 365 * 86_400, "M": 30 * 86_400, "D": 86_400, "h": 3600, "m": 60, "s": 1}
 _LONGEST_AGE: Final = 10**9  # seconds; a queue cannot be declared with a higher ``max_age``

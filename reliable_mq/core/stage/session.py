@@ -58,8 +58,6 @@ from reliable_mq.core.stage.tail import SETTLED_AFTER, Moved, Settled, Tail
 from reliable_mq.core.statistics import PeakAverage, StageStatistics
 from reliable_mq.errors import ConfigurationError, ConsumeError, ReliableMQError
 
-__all__ = ["PASSED", "REQUEUED_AFTER", "TRANSITIONS", "EpochState", "StageSession"]
-
 PASSED: Final = 20_000
 """Messages never delivered before, after which those that were requeued at the head of the queue have come."""
 

@@ -36,8 +36,6 @@ from typing import Final, Literal
 
 from reliable_mq.core.stage.envelope import Mark
 
-__all__ = ["SETTLED_AFTER", "Moved", "Settled", "Tail"]
-
 SETTLED_AFTER: Final = 10.0
 """Seconds after which an ack counts as certain: twice what a classic queue was seen to forget."""
 
