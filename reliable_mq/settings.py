@@ -9,13 +9,20 @@ Invariants:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal
 from urllib.parse import quote
 
-from reliable_mq._util.validation import SHORT_STRING_BYTES, Duration, ip_address, is_text, seconds, whole_number
+from reliable_mq._util.validation import (
+    SHORT_STRING_BYTES,
+    Duration,
+    ip_address,
+    is_coroutine_function,
+    is_text,
+    seconds,
+    whole_number,
+)
 from reliable_mq.errors import BrokerUnavailable, ConfigurationError
 from reliable_mq.tls import TLSOptions
 
@@ -217,7 +224,7 @@ class ConnectionSettings:
                 raise ConfigurationError("mechanism EXTERNAL needs TLS with a client certificate: give cert_file")
         elif self.mechanism != "PLAIN":
             raise ConfigurationError(f"mechanism must be PLAIN or EXTERNAL, not {self.mechanism!r}")
-        elif inspect.iscoroutinefunction(self.credentials):
+        elif is_coroutine_function(self.credentials):
             raise ConfigurationError("credentials must be a plain callable: a coroutine function is not awaited")
         elif isinstance(self.credentials, Credentials) and self.credentials.expires_in is not None:
             raise ConfigurationError("expires_in needs a callback, which returns the next token: give credentials=fn")

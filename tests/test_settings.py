@@ -210,9 +210,12 @@ def test_a_callback_that_returns_no_credentials_is_refused(answer: Any) -> None:
     assert CANARY not in str(caught.value)
 
 
-def test_a_coroutine_function_is_refused_as_callback() -> None:
-    async def ask() -> tuple[str, str]:
+class AskAsync:
+    async def __call__(self) -> tuple[str, str]:
         return "u", "p"
 
+
+@pytest.mark.parametrize("ask", [AskAsync().__call__, AskAsync(), functools.partial(AskAsync())])
+def test_a_coroutine_function_is_refused_as_callback(ask: Any) -> None:
     with pytest.raises(ConfigurationError, match="coroutine function"):
         settings(credentials=ask)

@@ -15,8 +15,10 @@ import os
 import re
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from stat import S_ISDIR
+from types import FunctionType, MethodType
 from typing import Any, Concatenate, Final, ParamSpec, TypeGuard
 
 from reliable_mq.errors import ConfigurationError
@@ -28,6 +30,20 @@ Duration = float | timedelta
 LONGEST_BUSY_TIMEOUT: Final = 2_000_000.0  # seconds, about three weeks; SQLite counts milliseconds in 32 bits
 SHORT_STRING_BYTES: Final = 255  # of a name or routing key, which AMQP carries as a short string
 LONGEST: Final = 1e9  # seconds, about thirty years: longer than a timer can be trusted with
+
+
+def is_called_as(kind: Callable[[object], bool], function: object) -> bool:
+    """Return whether a call runs a function of this ``kind``, as `inspect` finds it."""
+    while isinstance(function, partial):  # perhaps of an object, whose method inspect does not look for
+        function = function.func
+    if isinstance(function, (FunctionType, MethodType)):
+        return kind(function)
+    return kind(function) or (callable(function) and kind(type(function).__call__))
+
+
+def is_coroutine_function(function: object) -> bool:
+    """Return whether ``function`` is a coroutine function, or is called as one."""
+    return is_called_as(inspect.iscoroutinefunction, function)
 
 
 def is_whole_number(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:

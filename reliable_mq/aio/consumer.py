@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.signals import ReplacedHandlers
-from reliable_mq._util.validation import Duration
+from reliable_mq._util.validation import Duration, is_coroutine_function
 from reliable_mq.aio.handlers import TaskPool, ThreadPool
 from reliable_mq.aio.publisher import AsyncPublisher
 from reliable_mq.aio.subscription import AsyncPullSubscription, AsyncRepublisher, AsyncSubscription
-from reliable_mq.core.consumer.handler_signature import is_coroutine_function
 from reliable_mq.engine.consumer import BaseConsumer
 from reliable_mq.engine.pull import leave
 from reliable_mq.engine.steps import awaiting

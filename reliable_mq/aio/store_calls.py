@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import inspect
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reliable_mq._util.threads import DaemonExecutor
+from reliable_mq._util.validation import is_coroutine_function
 from reliable_mq.engine.workers import store_call
 from reliable_mq.errors import IdempotencyStoreError
 from reliable_mq.stores import MemoryStore
@@ -90,7 +90,7 @@ class StoreAdapter:
 
 def awaits(store: Any) -> bool:
     """Whether the methods of a store are coroutine functions."""
-    return inspect.iscoroutinefunction(store.claim_many)
+    return is_coroutine_function(store.claim_many)
 
 
 def _as_task(question: Callable[[], Any]) -> asyncio.Future[Any]:

@@ -20,8 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from reliable_mq._util.validation import Duration, is_text, seconds
-from reliable_mq.core.consumer.handler_signature import is_coroutine_function
+from reliable_mq._util.validation import Duration, is_coroutine_function, is_text, seconds
 from reliable_mq.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ Invariants:
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 from reliable_mq._util.logs import get_logger
+from reliable_mq._util.validation import is_coroutine_function
 from reliable_mq.core.publisher.publication import Outcome, Publication
 from reliable_mq.errors import ConfigurationError
 
@@ -89,7 +89,7 @@ class BaseConfirmation(Publication):
         """
         if not callable(callback):
             raise ConfigurationError(f"callback must be callable, not {callback!r}")
-        if inspect.iscoroutinefunction(callback):
+        if is_coroutine_function(callback):
             raise ConfigurationError("callback is a coroutine function, which would never be awaited")
 
     def _mark_observed(self) -> None:

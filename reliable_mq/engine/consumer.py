@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Generic, Protocol, TypeV
 
 from reliable_mq._util.hooks import OfOneProcess
 from reliable_mq._util.logs import get_logger
-from reliable_mq._util.validation import Duration, declared_by, seconds, whole_number
-from reliable_mq.core.consumer.handler_signature import is_coroutine_function
+from reliable_mq._util.validation import Duration, declared_by, is_coroutine_function, seconds, whole_number
 from reliable_mq.core.health import ConsumerSigns, Health, health_of
 from reliable_mq.core.statistics import ConsumerStatistics, ConsumerStatus, Histogram
 from reliable_mq.engine.consumer_options import ConsumerOptions

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from reliable_mq.core.consumer.handler_signature import is_coroutine_function
+from reliable_mq._util.validation import is_coroutine_function
 from reliable_mq.core.idempotency import LEASE, Claim, check_options
 from reliable_mq.errors import ConfigurationError
 

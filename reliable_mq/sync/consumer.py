@@ -7,7 +7,6 @@ are implemented in :mod:`reliable_mq.core.consumer.session`. The waits of `run` 
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 from contextlib import contextmanager
@@ -16,8 +15,7 @@ from typing import TYPE_CHECKING, Self
 from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.signals import stop_signals_handled, wait_heeding_signals
-from reliable_mq._util.validation import Duration
-from reliable_mq.core.consumer.handler_signature import is_coroutine_function
+from reliable_mq._util.validation import Duration, is_coroutine_function
 from reliable_mq.engine.consumer import END_TIMEOUT, BaseConsumer
 from reliable_mq.engine.pull import leave
 from reliable_mq.engine.steps import blocking
@@ -55,7 +53,7 @@ class Consumer(BaseConsumer[Subscription, WorkerPool]):
     _publisher_type = Publisher
 
     def _check_options(self, options: ConsumerOptions) -> None:
-        if inspect.iscoroutinefunction(getattr(options.store, "claim_many", None)):
+        if is_coroutine_function(getattr(options.store, "claim_many", None)):
             raise ConfigurationError(
                 f"idempotency is a store for AsyncConsumer, which would never be awaited: {options.store!r}"
             )

@@ -33,8 +33,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from reliable_mq._util.validation import check_collection, ip_address
-from reliable_mq.core.consumer.handler_signature import is_coroutine_function
+from reliable_mq._util.validation import check_collection, ip_address, is_coroutine_function
 from reliable_mq.errors import ConfigurationError
 
 #: A function that returns the user's name for the audit log, or None to refuse the request. Only a name admits a user.

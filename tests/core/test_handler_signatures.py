@@ -12,7 +12,8 @@ from unittest.mock import MagicMock
 import pytest
 
 from reliable_mq import Ack, ConfigurationError, DeadLetter, RetryLater, UsageError
-from reliable_mq.core.consumer.handler_signature import check_answer, check_handler, is_coroutine_function
+from reliable_mq._util.validation import is_coroutine_function
+from reliable_mq.core.consumer.handler_signature import check_answer, check_handler
 from tests.hostile_exceptions import Classless
 
 

@@ -18,17 +18,12 @@ Invariants:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 
+from reliable_mq._util.validation import is_called_as
 from reliable_mq.errors import ConfigurationError, UsageError
 from reliable_mq.retry import DeadLetter, RetryLater
-
-
-def is_coroutine_function(handler: object) -> bool:
-    """Return whether ``handler`` is a coroutine function, or is called as one."""
-    return _is(inspect.iscoroutinefunction, handler)
 
 
 def check_handler(handler: object) -> None:
@@ -39,7 +34,7 @@ def check_handler(handler: object) -> None:
     """
     if not callable(handler):
         raise ConfigurationError(f"handler must be callable, not {handler!r}")
-    if _is(inspect.isgeneratorfunction, handler) or _is(inspect.isasyncgenfunction, handler):
+    if is_called_as(inspect.isgeneratorfunction, handler) or is_called_as(inspect.isasyncgenfunction, handler):
         raise ConfigurationError("handler is a generator function, so a call runs nothing: remove its yield")
     try:
         signature = inspect.signature(handler, follow_wrapped=False)
@@ -94,9 +89,3 @@ def _shows_its_class(answer: object) -> bool:
     except Exception:  # noqa: BLE001 -- whatever making the object raises
         return False
     return True
-
-
-def _is(kind: Callable[[object], bool], handler: object) -> bool:
-    while isinstance(handler, partial):  # perhaps of an object, whose method inspect does not look for
-        handler = handler.func
-    return kind(handler) or kind(type(handler).__call__)
