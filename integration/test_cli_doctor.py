@@ -255,6 +255,7 @@ def test_a_user_whom_the_management_api_does_not_let_in(vhost: VirtualHost) -> N
     assert found["status"] == "not checked"
     assert "401" in found["text"]
     assert "alarms" in found["text"]
+    assert found["fix"].startswith("Check the password, give the user the tag 'monitoring'")
 
 
 @pytest.mark.parametrize(

@@ -165,6 +165,12 @@ def test_a_delivery_limit_without_dead_letter_exchange_drops(
     assert (found.status, found.check) == ((PROBLEM, "delivery limit") if lost else (OK, "arguments"))
 
 
+@pytest.mark.parametrize(("limit", "when"), [(0, "its first delivery, even one"), (5, "6 deliveries, including those")])
+def test_deliveries_before_a_drop_are_counted(limit: int, when: str) -> None:
+    (found,) = examine(queue(delivery_limit=limit), version=(4, 3))
+    assert found.text.endswith(f"a message is dropped after {when} that a lost connection ended")
+
+
 def test_the_stricter_of_two_delivery_limits_is_in_effect() -> None:
     assert queue(delivery_limit=5, policy={"delivery-limit": 3}).delivery_limit(NEWEST) == 3
     assert queue(delivery_limit=5, policy={"delivery-limit": -1}).delivery_limit(NEWEST) == 5

@@ -31,7 +31,11 @@ from reliable_mq.sync.publisher import Publisher
 from reliable_mq.topology.arguments import check_name
 
 _NO_API: Final = "Enable the plugin rabbitmq_management, give the user the tag 'monitoring', or use --management-url."
-_NO_ACCESS: Final = frozenset({http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN, http.HTTPStatus.NOT_FOUND})
+_NO_ACCESS: Final = (
+    "Check the password, give the user the tag 'monitoring', or pass another user in --management-url "
+    "(http://user:password@...)."
+)
+_REFUSED: Final = frozenset({http.HTTPStatus.UNAUTHORIZED, http.HTTPStatus.FORBIDDEN})
 _NOT_VERIFIED: Final = (
     "Set the certificate authority that signed it (cacertfile=... in an amqps URL), or use --management-url with the "
     "host name that it was issued for."
@@ -128,8 +132,10 @@ def _fix_of(error: ManagementError) -> str:
     cause = error.__cause__
     if isinstance(cause, ssl.SSLCertVerificationError):
         return _NOT_VERIFIED
+    if error.status in _REFUSED:
+        return _NO_ACCESS
     silent = isinstance(cause, OSError | http.client.HTTPException)
-    return _NO_API if silent or error.status in _NO_ACCESS else ""
+    return _NO_API if silent or error.status == http.HTTPStatus.NOT_FOUND else ""
 
 
 def _answering(api: ManagementAPI) -> Finding:

@@ -314,9 +314,10 @@ def _delivery_limit(queue: QueueView, route: Route | None, version: tuple[int, .
     limit = queue.delivery_limit(version)
     if queue.type == "quorum" and limit is not None and not _moves_unrejected(queue, route):
         own = " (the broker's default)" if queue.argument("delivery-limit") is None else ""
+        deliveries = f"{limit + 1} deliveries, including those" if limit else "its first delivery, even one"
         text = (
-            f"delivery limit {limit}{own} and {_without(route)}: a message is dropped after {limit + 1} deliveries, "
-            "including those that a lost connection ended"
+            f"delivery limit {limit}{own} and {_without(route)}: a message is dropped after {deliveries} "
+            "that a lost connection ended"
         )
         fix = "Set a dead-letter exchange (a policy can), or x-delivery-limit=-1, and consume with a retry policy."
         yield _problem(queue, "delivery limit", text, fix)
