@@ -67,7 +67,7 @@ def test_on_asyncio_all_sentinels_are_asked_within_the_timeout() -> None:
 
 @KINDS
 def test_a_claim_gets_past_a_sentinel_that_is_silent(store: Any, sentinel: Any, retry: Any) -> None:
-    settings = {"protocol": 2, "socket_timeout": 0.2, "socket_connect_timeout": 0.2, "retry": retry}
+    settings = {"protocol": 2, "socket_timeout": 1, "socket_connect_timeout": 1, "retry": retry}
     with socket.create_server(("127.0.0.1", 0)) as silent, server() as address:
         asked = sentinel([silent.getsockname(), address], sentinel_kwargs=settings, **settings)
         client = asked.master_for("m")
