@@ -11,6 +11,7 @@ import math
 import sys
 import tempfile
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,11 +60,11 @@ def main() -> int:
         clock.wait(SECONDS - KILLED - 6)
         for name, dashboard in DASHBOARDS.items():
             model = dashboard_json(dashboard)
-            draw(model, prometheus, IMAGES / f"dashboard-{name}.png", [v.label for v in dashboard.variables])
+            draw(model, prometheus, IMAGES / f"dashboard-{name}.png", dashboard.variables)
     return 0
 
 
-def draw(model: dict[str, Any], prometheus: Prometheus, file: Path, variables: list[str]) -> None:
+def draw(model: dict[str, Any], prometheus: Prometheus, file: Path, variables: Iterable[str]) -> None:
     """Draw every panel in its place."""
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in model["panels"])
     figure = plt.figure(figsize=(24 * COLUMN, height * LINE + 0.5), facecolor="#f4f5f5")

@@ -35,7 +35,7 @@ def expressions() -> dict[str, str]:
     """Return the queries of all panels by name, with a scrape interval of one second."""
     return {
         f"{name}: {panel['title']} {target['refId']}": asked(
-            target["expr"], [variable.label for variable in dashboard.variables], rate_interval="6s", over="30s"
+            target["expr"], dashboard.variables, rate_interval="6s", over="30s"
         )
         for name, dashboard in DASHBOARDS.items()
         for panel in dashboard_json(dashboard)["panels"]
