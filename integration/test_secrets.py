@@ -170,7 +170,9 @@ def test_no_password_shows_through_a_publishers_life(
         before = len(collector.seen)
         proxy.cut()
         wait_until(
-            lambda: any("403" in line for line in collector.seen[before:]), timeout=10, what="a refused reconnect"
+            lambda: any("403 ACCESS_REFUSED" in line for line in collector.seen[before:]),
+            timeout=10,
+            what="a refused reconnect",
         )
         collector.expect(BrokerUnavailable, good.connect)
         collector.expect(PublishUnconfirmed, lambda: good.publish(Message(b"x"), routing_key="orders", timeout=0.2))
