@@ -163,8 +163,8 @@ class AsyncOutboxChannel(OnLoop[AsyncStoredConfirmation], BaseOutboxChannel[Asyn
 
     def abort(self) -> None:
         """End without waiting, and send no more rows."""
-        super().abort()
         self._relay_publisher.cancel()
+        super().abort()
 
     # On the writer's thread
 

@@ -120,9 +120,9 @@ class OutboxChannel(CallbackOwner[StoredConfirmation], BaseOutboxChannel[StoredC
                 self._wait_until(lambda: opening.over or self._closed, timeout)
             finally:
                 opening.waiting -= 1
+            self.check_usable()
+            self._check_open()
             if not opening.over:
-                self.check_usable()
-                self._check_open()
                 raise not_open(self.outbox, timeout)
         if opening.error is not None:
             raise opening.error

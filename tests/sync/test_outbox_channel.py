@@ -15,7 +15,7 @@ from reliable_mq.core.outbox import NewRow, OutboxRow
 from reliable_mq.outbox import SQLAlchemyOutbox, SQLiteOutbox, sqlite_relay
 from reliable_mq.outbox.relay import OutboxWriter
 from reliable_mq.outbox.sqlalchemy_relay import SQLAlchemyRowLeases
-from reliable_mq.sync.outbox_channel import RelayPublisher
+from reliable_mq.sync.outbox_channel import OutboxChannel, RelayPublisher
 from reliable_mq.testing.waiting import wait_until
 from tests.outbox.late import InterruptedQuestion, LateQuestion, on_time
 from tests.refused_threads import refusing_threads
@@ -160,6 +160,27 @@ def test_deadlines_hold_beside_an_opening_that_hangs(hanging: HangingOutbox) -> 
             publisher.close(0.1)
         with pytest.raises(UsageError, match="closed"):
             waits.result(20)
+
+
+def test_who_notices_the_close_after_the_opening_is_told(
+    hanging: HangingOutbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = OutboxChannel._wait_until
+
+    def wait_for_opening(channel: OutboxChannel, _condition: object, timeout: float) -> bool:
+        opening = channel._opening
+        assert opening is not None
+        return wait(channel, lambda: opening.over, timeout)
+
+    monkeypatch.setattr(OutboxChannel, "_wait_until", wait_for_opening)
+    publisher = Publisher(NOBODY, outbox=hanging, name="hanging")
+    with ThreadPoolExecutor() as pool:
+        entered = pool.submit(publisher.__enter__)
+        assert hanging.opens.acquire(timeout=20)
+        publisher.close(0)
+        hanging.may_open.set()
+        with pytest.raises(UsageError, match="closed"):
+            entered.result(20)
 
 
 def test_an_opening_that_hung_is_waited_for_again(hanging: HangingOutbox) -> None:
