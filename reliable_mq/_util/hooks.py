@@ -20,8 +20,9 @@ import enum
 import os
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Generic, NoReturn, TypeVar
 from weakref import WeakSet
 
@@ -131,7 +132,8 @@ class HeldAtFork(Generic[T]):
         self._hold = hold
         self._objects: WeakSet[T] = WeakSet()
         self._forking = threading.RLock()  # held by a thread that forks; a signal handler may fork meanwhile
-        self._forks: list[ExitStack] = []  # the ends of forks that have begun
+        #: The ends of forks that have begun, by thread.
+        self._forks: defaultdict[int, list[ExitStack]] = defaultdict(list)
         around_fork(self._before, self._after)
         at_fork(ForkStage.RENEW, self._after)
 
@@ -143,15 +145,20 @@ class HeldAtFork(Generic[T]):
         return iter(list(self._objects))
 
     def _before(self) -> None:
-        self._forking.acquire()
         after = ExitStack()
-        after.callback(self._forking.release)
-        self._forks.append(after)
+        self._forks[threading.get_ident()].append(after)
+        after.callback(self._release)
+        self._forking.acquire()
         for one in self:
             self._hold(one, after)
 
     def _after(self) -> None:
-        self._forks.pop().close()
+        if forks := self._forks[threading.get_ident()]:  # none if `_before` was interrupted at once
+            forks.pop().close()
+
+    def _release(self) -> None:
+        with suppress(RuntimeError):  # a signal handler has interrupted the wait for it
+            self._forking.release()
 
 
 def at_exit(stage: ExitStage, hook: Callable[[], object]) -> None:

@@ -99,6 +99,47 @@ if not child:
 os.waitpid(child, 0)
 """
 
+INTERRUPTED = """
+import signal, threading
+
+class Open:
+    pass
+
+def hold(one, after):
+    after.callback(released.set)
+    if threading.current_thread() is other:
+        holding.set()
+        assert interrupted.wait(20)
+
+def fork():
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+holding, interrupted, released = (threading.Event() for _ in range(3))
+held, one = hooks.HeldAtFork(hold), Open()
+held.add(one)
+signal.signal(signal.SIGALRM, interrupt)
+other = threading.Thread(target=fork)
+other.start()
+assert holding.wait(20)
+signal.setitimer(signal.ITIMER_REAL, 0.05)
+fork()  # waits for the other thread until the signal
+say(f"released {released.is_set()}")
+interrupted.set()
+other.join()
+say(f"released {released.is_set()}")
+third = threading.Thread(target=fork, daemon=True)
+third.start()
+third.join(20)
+say(f"hangs {third.is_alive()}")
+os._exit(0)
+"""
+
 CHILD = """
 from multiprocessing import get_context
 {imports}
@@ -133,6 +174,13 @@ def test_hooks_in_a_forked_child_run_by_stage(modules: list[str]) -> None:
     said = done.stdout.split("\n")
     expected = ["RENEW 1", "RENEW 2", "marked", "MARK 1", "MARK 2", "RELEASE 1", "RELEASE 2", "gone", "FORGET 1"]
     assert said == [*expected, "FORGET 2", "status 0", ""], done.stderr
+
+
+@pytest.mark.slow
+def test_a_fork_that_stops_waiting_leaves_the_others_alone() -> None:
+    """Python reports the exception of a signal handler in a hook, and forks all the same."""
+    done = run(INTERRUPTED, MODULES)
+    assert done.stdout.split("\n") == ["released False", "released True", "hangs False", ""], done.stderr
 
 
 @pytest.mark.slow
