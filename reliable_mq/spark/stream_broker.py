@@ -42,7 +42,7 @@ from reliable_mq.codec.methods import (
 )
 from reliable_mq.core.channel_setup import ServerInfo, StepGenerator, StepRefused, is_away, refusal
 from reliable_mq.core.reconnect import MOST_UNANSWERED, ConnectionLoss
-from reliable_mq.errors import BrokerUnavailable, ConfigurationError
+from reliable_mq.errors import BrokerUnavailable, ConfigurationError, ConsumeError
 from reliable_mq.monitoring.management import ManagementAPI, ManagementError, rows
 from reliable_mq.settings import ConnectionSettings
 from reliable_mq.sync.admin_channel import AdminChannel
@@ -426,7 +426,7 @@ def _counted(channel: StreamChannel, stream: str) -> int:
 def offset_of(delivery: RawDelivery, stream: str) -> int:
     offset = stream_offset(delivery.properties)
     if offset is None:
-        raise ConfigurationError(f"a message of {stream!r} came without an offset: it is not a stream")
+        raise ConsumeError(f"a message of {stream!r} came without an offset: it is not a stream")
     return offset
 
 

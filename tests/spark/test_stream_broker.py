@@ -11,8 +11,8 @@ from reliable_mq.codec import RawDelivery, join_properties
 from reliable_mq.codec.methods import CheckQueue, Consume, QueueState
 from reliable_mq.core.channel_setup import StepGenerator
 from reliable_mq.core.reconnect import ConnectionLoss
-from reliable_mq.errors import BrokerUnavailable
-from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets_and_next
+from reliable_mq.errors import BrokerUnavailable, ConsumeError
+from reliable_mq.spark.stream_broker import StreamChannel, end_of, first_offsets_and_next, offset_of
 from reliable_mq.sync.admin_channel import AdminChannel
 from reliable_mq.url import parse_url
 
@@ -85,3 +85,9 @@ def test_an_ack_of_a_lost_channel_is_not_sent_on_the_next() -> None:
     assert len(channel.take(0.0)) == 1
     channel.ack()
     assert len(sent) == 1
+
+
+def test_a_message_without_an_offset_ends_a_task() -> None:
+    """Further attempts would read the same message again."""
+    with pytest.raises(ConsumeError, match="is not a stream"):
+        offset_of(RawDelivery("", 1, False, "", "orders", b"\0\0", b""), "orders")
