@@ -36,17 +36,17 @@ _OPTIONS: Final = {"hold": "--for", "window": "--window", "max_age": "--max-age"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertSettings:
-    """The options of ``reliable-mq alerts``, with times in Prometheus's notation.
+    """The options of ``reliable-mq alerts``, with times like ``1h30m``.
 
     Raises:
         ConfigurationError: If one of the times is not a positive duration that Prometheus accepts, or the URL holds a
             character that no URL has.
     """
 
-    hold: str = "2m"
-    window: str = "15m"
-    max_age: str = "1m"
-    manual_url: str = ""
+    hold: str = "2m"  # for which a state must last before its alert fires
+    window: str = "15m"  # in which events count
+    max_age: str = "1m"  # of the oldest outstanding message, and of the oldest message in an outbox
+    manual_url: str = ""  # where this manual is served; links to the runbook begin with it
 
     def __post_init__(self) -> None:
         for name in ("hold", "window", "max_age"):
