@@ -70,9 +70,10 @@ class Pipeline:
                 publisher would publish some of them again.
         """
         for number in range(kills):
-            reached = self._commits() + self._rng.randrange(1, 3)
-            self._publish(200)  # two batches or more
-            self._wait_for_commits(reached, running)
+            for _ in range(self._rng.randrange(1, 3)):
+                reached = self._commits() + 1  # not more, because one batch may read all messages
+                self._publish(100, at_a_time=100)
+                self._wait_for_commits(reached, running)
             with ThreadPoolExecutor(1) as thread:
                 publishing = thread.submit(self._publish, 200, at_a_time=200 if broker else 2)
                 if broker:
