@@ -70,22 +70,10 @@ def test_a_claim_gets_past_a_sentinel_that_is_silent(store: Any, sentinel: Any, 
     settings = {"protocol": 2, "socket_timeout": 1, "socket_connect_timeout": 1, "retry": retry}
     with socket.create_server(("127.0.0.1", 0)) as silent, server() as address:
         asked = sentinel([silent.getsockname(), address], sentinel_kwargs=settings, **settings)
-        client = asked.master_for("m")
-        made = store(client, timeout=5.0)
-
-        async def claim() -> list[Claim]:
-            found: list[Claim] = await made.claim_many(["key"], 60.0)
-            for each in (client, *asked.sentinels):
-                await each.aclose()
-            return found
-
         began = time.monotonic()
-        claims = made.claim_many(["key"], 60.0) if store is RedisStore else asyncio.run(claim())
+        claims = claimed(store, asked)
         assert time.monotonic() - began < 5
         assert claims == [Claim("key", ClaimStatus.NEW, 7, 0)]
-        if store is RedisStore:
-            for each in (client, *asked.sentinels):
-                each.close()
 
 
 @KINDS
@@ -94,20 +82,26 @@ def test_a_claim_leaves_a_master_without_replicas(store: Any, sentinel: Any, ret
     settings = {"protocol": 2, "socket_timeout": 2, "socket_connect_timeout": 2, "retry": retry}
     with server() as new, server(b"-NOREPLICAS Not enough good replicas to write.\r\n", then=new) as cut_off:
         asked = sentinel([cut_off], sentinel_kwargs=settings, **settings)
-        client = asked.master_for("m")
-        made = store(client, timeout=5.0)
+        assert claimed(store, asked) == [Claim("key", ClaimStatus.NEW, 7, 0)]
 
-        async def claim() -> list[Claim]:
-            found: list[Claim] = await made.claim_many(["key"], 60.0)
-            for each in (client, *asked.sentinels):
-                await each.aclose()
-            return found
 
-        claims = made.claim_many(["key"], 60.0) if store is RedisStore else asyncio.run(claim())
-        assert claims == [Claim("key", ClaimStatus.NEW, 7, 0)]
-        if store is RedisStore:
-            for each in (client, *asked.sentinels):
-                each.close()
+def claimed(store: Any, asked: Any) -> list[Claim]:
+    """Claim a key at the master that the Sentinels name, and close all connections."""
+    client = asked.master_for("m")
+    made = store(client, timeout=5.0)
+    if store is RedisStore:
+        claims: list[Claim] = made.claim_many(["key"], 60.0)
+        for each in (client, *asked.sentinels):
+            each.close()
+        return claims
+
+    async def claim() -> list[Claim]:
+        found: list[Claim] = await made.claim_many(["key"], 60.0)
+        for each in (client, *asked.sentinels):
+            await each.aclose()
+        return found
+
+    return asyncio.run(claim())
 
 
 @contextlib.contextmanager
