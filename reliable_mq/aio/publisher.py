@@ -17,10 +17,9 @@ from reliable_mq._util.validation import Duration
 from reliable_mq.aio.confirmation import AsyncConfirmation
 from reliable_mq.aio.outbox_channel import AsyncOutboxChannel, AsyncRelayPublisher, AsyncStoredConfirmation
 from reliable_mq.aio.publisher_channel import AsyncPublisherChannel
-from reliable_mq.engine.outbox_channel import not_configured
 from reliable_mq.engine.publisher import CLOSE_TIMEOUT, BasePublisher, ReportBuilder
 from reliable_mq.engine.steps import awaiting
-from reliable_mq.errors import ConfigurationError, PublishError
+from reliable_mq.errors import PublishError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterable, Callable, Iterable
@@ -268,16 +267,11 @@ class AsyncPublisher(
             channel = await awaiting(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
         confirmation.callbacks = [*(confirmation.callbacks or ()), partial(done, confirmation)]
-        try:
+        with self._relaying(confirmation):
             if channel.take(confirmation):
                 taken()
             else:
                 await channel.wait_for_window(confirmation, taken)
-        except BaseException as error:
-            self._not_accepted(confirmation, error)
-            if isinstance(error, ConfigurationError):  # the channel has just ended
-                raise not_configured(error) from error
-            raise
 
     def _outbox_channel_to_start(self, outbox: Outbox) -> AsyncOutboxChannel:
         started = self._started_outbox_channel

@@ -273,12 +273,9 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
         trace = None
         if self._outbox is None and self._tracer is not None:
             trace = self._tracer.begin(message, exchange, key)
-        channel: ChannelT | OutboxChannelT
+        opening: Steps[Any] = self._open(limit) if self._outbox is None else self._open_outbox(self._outbox, limit)
         try:
-            if self._outbox is not None:
-                channel = yield from self._open_outbox(self._outbox, limit)
-            else:
-                channel = yield from self._open(limit)
+            channel = yield from opening
         except BaseException as error:
             if trace is not None:
                 trace.failed(error)
@@ -336,6 +333,17 @@ class BasePublisher(OfOneProcess, Generic[ConfirmationT, StoredT, ChannelT, Outb
             if trace is not None:
                 channel.observe(confirmation, trace)
         return confirmation
+
+    @contextmanager
+    def _relaying(self, confirmation: ConfirmationT) -> Iterator[None]:
+        """Submit a row. A channel that has just ended is no flaw of the row."""
+        try:
+            yield
+        except BaseException as error:
+            self._not_accepted(confirmation, error)
+            if isinstance(error, ConfigurationError):
+                raise not_configured(error) from error
+            raise
 
     @contextmanager
     def _reporting(self) -> Iterator[ReportBuilder[ConfirmationT]]:

@@ -14,10 +14,9 @@ from reliable_mq._util.hooks import ExitStage, ForkStage, at_exit, at_fork
 from reliable_mq._util.logs import get_logger
 from reliable_mq._util.validation import Duration
 from reliable_mq.core.publisher.publication import PublishReport
-from reliable_mq.engine.outbox_channel import not_configured
 from reliable_mq.engine.publisher import CLOSE_TIMEOUT, BasePublisher
 from reliable_mq.engine.steps import blocking
-from reliable_mq.errors import ConfigurationError, PublishError, ReliableMQError
+from reliable_mq.errors import PublishError, ReliableMQError
 from reliable_mq.message import Message
 from reliable_mq.sync.confirmation import Confirmation
 from reliable_mq.sync.outbox_channel import OutboxChannel, RelayPublisher, StoredConfirmation
@@ -235,13 +234,8 @@ class Publisher(BasePublisher[Confirmation, StoredConfirmation, PublisherChannel
             channel = blocking(self._open_for_relay())
         confirmation = self._new_relayed(channel, row)
         confirmation.callbacks = confirmation.callbacks or []  # the relay checks the outcome itself
-        try:
+        with self._relaying(confirmation):
             channel.submit(confirmation)
-        except BaseException as error:
-            self._not_accepted(confirmation, error)
-            if isinstance(error, ConfigurationError):  # the channel has just ended
-                raise not_configured(error) from error
-            raise
         return confirmation
 
     # Opening and closing
